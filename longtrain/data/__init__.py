@@ -1,0 +1,1 @@
+"""From documents on disk to sharded batches on devices."""

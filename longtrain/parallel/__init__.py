@@ -1,0 +1,1 @@
+"""Where the devices are: the mesh, the sharding table, process start-up, collective backends."""

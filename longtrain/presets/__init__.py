@@ -1,0 +1,1 @@
+"""Model presets: one YAML file a model, read by `longtrain.config`."""
