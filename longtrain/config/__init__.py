@@ -1,0 +1,147 @@
+"""The config of a run: typed, frozen, and checked whole before any device is touched.
+
+`schema.py` declares the keys, `reading.py` reads files and overrides, `validation.py` judges each key,
+`checks.py` judges them together, `writing.py` writes a config out. Nothing here imports jax.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from longtrain.config import reading
+from longtrain.config.checks import cross_problems, resolve_mesh
+from longtrain.config.schema import (
+    AttentionConfig,
+    BatchConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    CommunicationConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    GuardConfig,
+    LinearScaling,
+    Llama3Scaling,
+    MemoryConfig,
+    MeshConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RopeConfig,
+    RunConfig,
+    SourceConfig,
+    TokenizerTraining,
+    YarnScaling,
+)
+from longtrain.config.validation import NOT_SET, validate
+from longtrain.config.writing import to_yaml
+from longtrain.errors import ConfigError, Problem
+
+__all__ = [
+    "AttentionConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "CommunicationConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "GuardConfig",
+    "LinearScaling",
+    "Llama3Scaling",
+    "MemoryConfig",
+    "MeshConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RopeConfig",
+    "RunConfig",
+    "SourceConfig",
+    "TokenizerTraining",
+    "YarnScaling",
+    "from_mapping",
+    "json_schema",
+    "load",
+    "load_with_origins",
+    "resolve_mesh",
+    "show",
+    "to_yaml",
+    "with_overrides",
+]
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """The config of a YAML file with `dotted.key=value` overrides. Raises ConfigError with every problem."""
+    return load_with_origins(path, overrides)[0]
+
+
+def load_with_origins(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Config, dict[str, str]]:
+    """The config, and for each dotted key what set it: a file, `preset NAME`, `override` or `default`."""
+    return _resolve(reading.read_file(path), overrides, str(path))
+
+
+def from_mapping(tree: dict[str, Any], overrides: Iterable[str] = (), source: str = "config") -> Config:
+    """The config of a nested mapping in memory, read and checked like a file. Raises ConfigError."""
+    return _resolve(reading.with_origin(tree, source), overrides, source)[0]
+
+
+def with_overrides(config: Config, *overrides: str) -> Config:
+    """The config with some keys changed, checked whole again. Raises ConfigError."""
+    return from_mapping(config.model_dump(), overrides)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a resolved config, with each key's description."""
+    return Config.model_json_schema()
+
+
+def show(path: str | Path | None, overrides: Iterable[str] = (), *, origins: bool = False, schema: bool = False) -> str:
+    """What `longtrain config` prints: the resolved config as YAML, or the JSON schema (which needs no path)."""
+    if schema:
+        return json.dumps(json_schema(), indent=2) + "\n"
+    assert path is not None, "only the schema can be shown without a config"
+    config, sources = load_with_origins(path, overrides)
+    return to_yaml(config, sources if origins else None)
+
+
+def _resolve(tree: dict[str, Any], overrides: Iterable[str], source: str) -> tuple[Config, dict[str, str]]:
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            tree = reading.apply_override(tree, override)
+        except ConfigError as error:
+            problems += error.problems
+    tree, preset_problems = _upon_preset(tree)
+    set_by = {key: leaf.origin for key, leaf in reading.leaves(tree)}
+
+    values, key_problems = validate(reading.values(tree))
+    problems += [*preset_problems, *key_problems, *cross_problems(values)]
+    if problems:
+        raise ConfigError([_located(problem, set_by, source) for problem in problems], source=source)
+    config = Config.model_validate(reading.values(tree))
+    return config, {key: set_by.get(key, "default") for key, _ in reading.leaves(config.model_dump())}
+
+
+def _upon_preset(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The tree with the values of `model.preset` beneath its own `model` keys."""
+    model = tree.get("model")
+    name = model.get("preset") if isinstance(model, dict) else None
+    if not (isinstance(name, reading.Leaf) and isinstance(name.value, str)):
+        return tree, []
+    if name.value not in reading.preset_names():
+        message = f"no such preset; legal: {', '.join(reading.preset_names())}"
+        return tree, [Problem("model.preset", name.value, message)]
+    return reading.merge(reading.read_preset(name.value), tree), []
+
+
+def _located(problem: Problem, set_by: dict[str, str], source: str) -> Problem:
+    """The problem with a word on where the value was set, when that is not the config's own file."""
+    origin = set_by.get(problem.key, source)
+    message = problem.message
+    if problem.value is NOT_SET and problem.key in {f"model.{name}" for name in ModelConfig.model_fields}:
+        message = f"{message}, here or by model.preset ({', '.join(reading.preset_names())})"
+    if origin != source:
+        message = f"{message} ({'given as an' if origin == 'override' else 'from'} {origin})"
+    return dataclasses.replace(problem, message=message)

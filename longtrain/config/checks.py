@@ -1,0 +1,267 @@
+"""What several keys must satisfy together: divisibility by the mesh above all, checked before any device is touched.
+
+A check states the keys it needs and runs when all of them are valid, whatever else is wrong with the config.
+While one axis of the mesh is -1, what the other axes demand is checked; the rest is, in `resolve_mesh`, as soon as
+the number of devices is known.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+from longtrain.config.reading import leaves
+from longtrain.config.schema import Config, MeshConfig
+from longtrain.errors import ConfigError, Problem
+
+Values = Mapping[str, Any]
+"""Dotted key -> valid value."""
+
+AXES = ("mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor")
+
+BYTES_VOCABULARY = 258
+"""Size of the `bytes` tokenizer: 256 bytes, begin and end of a document."""
+
+_CHECKS: list[tuple[tuple[str, ...], Callable[[Values], Iterator[Problem]]]] = []
+
+
+def _needs(*keys: str) -> Callable[[Callable[[Values], Iterator[Problem]]], Callable[[Values], Iterator[Problem]]]:
+    def register(check: Callable[[Values], Iterator[Problem]]) -> Callable[[Values], Iterator[Problem]]:
+        _CHECKS.append((keys, check))
+        return check
+
+    return register
+
+
+def cross_problems(values: Values) -> list[Problem]:
+    """The problems between keys that are valid each by itself."""
+    return [
+        problem for keys, check in _CHECKS if all(key in values for key in keys) for problem in check(values)
+    ]
+
+
+def resolve_mesh(config: Config, device_count: int) -> MeshConfig:
+    """The mesh with its -1 replaced so that it takes all devices.
+
+    Raises ConfigError where the mesh cannot take exactly `device_count` devices, or where the size found breaks a
+    check that had to wait for it.
+    """
+    axes = config.mesh.axes
+    known = prod(size for size in axes.values() if size != -1)
+    written = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    if config.mesh.size is None and device_count % known:
+        message = f"the other axes need a multiple of {known} devices; there are {device_count}"
+        raise ConfigError([Problem("mesh", written, message)], source="the mesh")
+    if config.mesh.size is not None and config.mesh.size != device_count:
+        message = (
+            f"takes {known} devices, there are {device_count}: the product of the axes must be {device_count}, "
+            "or one axis -1 to take all that are left"
+        )
+        raise ConfigError([Problem("mesh", written, message)], source="the mesh")
+    sizes = {axis: device_count // known if size == -1 else size for axis, size in axes.items()}
+    mesh = config.mesh.model_copy(update=sizes)
+    values = dict(leaves(config.model_dump())) | {f"mesh.{axis}": size for axis, size in sizes.items()}
+    if problems := cross_problems(values):
+        raise ConfigError(problems, source=f"the mesh {written} on {device_count} devices")
+    return mesh
+
+
+def _product(values: Values, *keys: str) -> int:
+    """The product of the sizes that are known."""
+    return prod(values[key] for key in keys if values[key] != -1)
+
+
+def _multiples(value: int, divisor: int) -> str:
+    """The multiples of `divisor` around `value`."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) if len(numbers) <= 12 else f"{', '.join(map(str, numbers[:12]))}, ..."
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _either_divides(one: int, other: int) -> bool:
+    return one % other == 0 or other % one == 0
+
+
+@_needs(*AXES)
+def _one_free_axis(values: Values) -> Iterator[Problem]:
+    free = [key for key in AXES if values[key] == -1]
+    if len(free) > 1:
+        yield Problem(free[-1], -1, f"only one axis may be -1, and {', '.join(free[:-1])} is -1 already")
+
+
+@_needs("mesh.simulate_devices", *AXES)
+def _simulated_devices(values: Values) -> Iterator[Problem]:
+    asked, known = values["mesh.simulate_devices"], _product(values, *AXES)
+    free = any(values[key] == -1 for key in AXES)
+    if asked == "auto" and free:
+        message = "auto takes the mesh's product, which is not known while an axis is -1: give a number, or the axis"
+        yield Problem("mesh.simulate_devices", asked, message)
+    elif isinstance(asked, int) and free and asked % known:
+        message = f"must be a multiple of the product of the other axes, {known}: {_multiples(asked, known)}"
+        yield Problem("mesh.simulate_devices", asked, message)
+    elif isinstance(asked, int) and not free and asked != known:
+        yield Problem("mesh.simulate_devices", asked, f"must be the mesh's product, {known}, or auto")
+
+
+@_needs("batch.sequences", "batch.accumulation", "mesh.data", "mesh.fsdp")
+def _batch(values: Values) -> Iterator[Problem]:
+    sequences = values["batch.sequences"]
+    parts = _product(values, "mesh.data", "mesh.fsdp", "batch.accumulation")
+    if sequences % parts:
+        message = (
+            f"must be a multiple of mesh.data x mesh.fsdp x batch.accumulation = {parts}: "
+            f"{_multiples(sequences, parts)}"
+        )
+        yield Problem("batch.sequences", sequences, message)
+
+
+@_needs("sequence_length", "mesh.context", "attention.layout")
+def _sequence(values: Values) -> Iterator[Problem]:
+    length, context, layout = values["sequence_length"], _product(values, "mesh.context"), values["attention.layout"]
+    parts, what = (2 * context, "2 x mesh.context (zigzag)") if layout == "zigzag" else (context, "mesh.context")
+    if length % parts:
+        message = f"must be a multiple of {what} = {parts}: {_multiples(length, parts)}"
+        yield Problem("sequence_length", length, message)
+
+
+@_needs("mesh.tensor")
+def _tensor(values: Values) -> Iterator[Problem]:
+    """Heads, hidden width and vocabulary are sharded over tensor; fewer kv heads than shards are replicated."""
+    tensor = values["mesh.tensor"]
+    sharded = {
+        key: values[key] for key in ("model.num_heads", "model.mlp_dim", "model.vocab_size") if key in values
+    }
+    kv_heads = values.get("model.num_kv_heads")
+    reasons = [f"{key} = {size}" for key, size in sharded.items() if size % tensor]
+    if kv_heads is not None and not _either_divides(kv_heads, tensor):
+        reasons.append(f"model.num_kv_heads = {kv_heads} (or be a multiple of it)")
+    if tensor != -1 and reasons:
+        fitting = [
+            divisor
+            for divisor in _divisors(min(sharded.values(), default=1))
+            if all(size % divisor == 0 for size in sharded.values())
+            and (kv_heads is None or _either_divides(kv_heads, divisor))
+        ]
+        yield Problem("mesh.tensor", tensor, f"must divide {', '.join(reasons)}; legal: {_numbers(fitting)}")
+
+
+@_needs("model.embed_dim", "mesh.fsdp", "mesh.context")
+def _parameter_shards(values: Values) -> Iterator[Problem]:
+    embed, shards = values["model.embed_dim"], _product(values, "mesh.fsdp", "mesh.context")
+    if embed % shards:
+        message = (
+            f"must be a multiple of mesh.fsdp x mesh.context = {shards}, over which parameters are sharded: "
+            f"{_multiples(embed, shards)}; or their product one of {_numbers(_divisors(embed))}"
+        )
+        yield Problem("model.embed_dim", embed, message)
+
+
+@_needs("attention.strategy", "model.num_heads", "model.num_kv_heads", "mesh.context", "mesh.tensor")
+def _ulysses(values: Values) -> Iterator[Problem]:
+    """Ulysses exchanges the sequence's shards for shards of heads, on top of those over tensor."""
+    if values["attention.strategy"] != "ulysses":
+        return
+    heads, kv_heads = values["model.num_heads"], values["model.num_kv_heads"]
+    tensor, context = _product(values, "mesh.tensor"), _product(values, "mesh.context")
+    if heads % (context * tensor) or not _either_divides(kv_heads, context * tensor):
+        fitting = [
+            divisor
+            for divisor in _divisors(heads)
+            if heads % (divisor * tensor) == 0 and _either_divides(kv_heads, divisor * tensor)
+        ]
+        message = (
+            f"with attention.strategy ulysses, mesh.context x mesh.tensor = {context * tensor} must divide "
+            f"model.num_heads = {heads}, and divide model.num_kv_heads = {kv_heads} or be a multiple of it; "
+            f"legal: {_numbers(fitting) or 'none with this mesh.tensor'}"
+        )
+        yield Problem("mesh.context", context, message)
+
+
+@_needs("model.num_heads", "model.num_kv_heads")
+def _grouped_heads(values: Values) -> Iterator[Problem]:
+    heads, kv_heads = values["model.num_heads"], values["model.num_kv_heads"]
+    if heads % kv_heads:
+        message = f"must divide model.num_heads = {heads}; legal: {_numbers(_divisors(heads))}"
+        yield Problem("model.num_kv_heads", kv_heads, message)
+
+
+@_needs("model.head_dim")
+def _head_dim(values: Values) -> Iterator[Problem]:
+    if values["model.head_dim"] % 2:
+        message = f"must be even, since RoPE turns pairs: {_multiples(values['model.head_dim'], 2)}"
+        yield Problem("model.head_dim", values["model.head_dim"], message)
+
+
+@_needs("model.rope.scaling.low_freq_factor", "model.rope.scaling.high_freq_factor")
+def _llama3_scaling(values: Values) -> Iterator[Problem]:
+    low, high = values["model.rope.scaling.low_freq_factor"], values["model.rope.scaling.high_freq_factor"]
+    if low >= high:
+        yield Problem("model.rope.scaling.low_freq_factor", low, f"must be below high_freq_factor = {high}")
+
+
+@_needs("model.rope.scaling.beta_fast", "model.rope.scaling.beta_slow")
+def _yarn_scaling(values: Values) -> Iterator[Problem]:
+    fast, slow = values["model.rope.scaling.beta_fast"], values["model.rope.scaling.beta_slow"]
+    if slow >= fast:
+        yield Problem("model.rope.scaling.beta_slow", slow, f"must be below beta_fast = {fast}")
+
+
+@_needs("optimizer.warmup_steps", "run.steps")
+def _warmup(values: Values) -> Iterator[Problem]:
+    warmup, steps = values["optimizer.warmup_steps"], values["run.steps"]
+    if warmup > steps:
+        yield Problem("optimizer.warmup_steps", warmup, f"must be at most run.steps = {steps}")
+
+
+@_needs("optimizer.decay", "optimizer.decay_fraction", "optimizer.warmup_steps", "run.steps")
+def _wsd(values: Values) -> Iterator[Problem]:
+    fraction, warmup, steps = (
+        values["optimizer.decay_fraction"],
+        values["optimizer.warmup_steps"],
+        values["run.steps"],
+    )
+    if values["optimizer.decay"] == "wsd" and warmup <= steps < warmup + fraction * steps:
+        message = (
+            f"with decay wsd, the warm-up of {warmup} steps and the decay do not fit into run.steps = {steps}; "
+            f"at most {(steps - warmup) / steps:.3g}"
+        )
+        yield Problem("optimizer.decay_fraction", fraction, message)
+
+
+@_needs("data.tokenizer", "model.vocab_size")
+def _bytes_vocabulary(values: Values) -> Iterator[Problem]:
+    if values["data.tokenizer"] == "bytes" and values["model.vocab_size"] < BYTES_VOCABULARY:
+        message = f"must be at least {BYTES_VOCABULARY} for data.tokenizer bytes: 256 bytes and 2 special tokens"
+        yield Problem("model.vocab_size", values["model.vocab_size"], message)
+
+
+@_needs("data.tokenizer.vocab_size", "model.vocab_size")
+def _trained_vocabulary(values: Values) -> Iterator[Problem]:
+    trained, rows = values["data.tokenizer.vocab_size"], values["model.vocab_size"]
+    if trained > rows:
+        yield Problem("data.tokenizer.vocab_size", trained, f"must be at most model.vocab_size = {rows}")
+
+
+@_needs("cluster.coordinator_address", "cluster.num_processes", "cluster.process_id")
+def _cluster(values: Values) -> Iterator[Problem]:
+    keys = ("cluster.coordinator_address", "cluster.num_processes", "cluster.process_id")
+    missing = [key for key in keys if values[key] is None]
+    for key in missing:
+        if len(missing) < len(keys):
+            yield Problem(key, None, f"{', '.join(keys)} must be set all three, or none")
+    process, count = values["cluster.process_id"], values["cluster.num_processes"]
+    if process is not None and count is not None and process >= count:
+        yield Problem("cluster.process_id", process, f"must be below cluster.num_processes = {count}: 0 to {count - 1}")
+
+
+@_needs("eval.every_steps", "data.eval_fraction")
+def _held_out(values: Values) -> Iterator[Problem]:
+    if values["eval.every_steps"] is not None and values["data.eval_fraction"] == 0:
+        message = f"must be > 0 for eval.every_steps = {values['eval.every_steps']}: nothing is held out to evaluate on"
+        yield Problem("data.eval_fraction", values["data.eval_fraction"], message)
