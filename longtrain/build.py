@@ -1,0 +1,120 @@
+"""From a config to everything that runs: mesh, abstract model, optimizer, shardings, compiled steps.
+
+The one assembly that training, evaluation, generation and the checks call, so that none of them can differ.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longtrain import layout, model, optimizer, state
+from longtrain.config import Config, resolve_mesh
+from longtrain.model import Execution, Llama
+from longtrain.ops import kernels
+from longtrain.parallel.mesh import make_mesh
+from longtrain.parallel.sharding import ACTIVATION, BATCH_AXES, spec
+from longtrain.state import State
+from longtrain.step import SEQUENCE_KEYS, make_eval_step, make_train_step
+
+ROW_STATS = 7
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a config resolves to on a set of devices. `choices` says in words what each `auto` became, and why."""
+
+    config: Config
+    mesh: Mesh
+    how: Execution
+    choices: tuple[str, ...]
+    graph: nnx.GraphDef[Llama]
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    state: State
+    """The abstract state: shapes, dtypes and shardings."""
+
+    def initial_state(self) -> State:
+        """The state before the first step, every array born on the devices that hold it."""
+        make = functools.partial(state.initial, self.config, self.optimizer)
+        cuts = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        return jax.jit(make, out_shardings=cuts)(self.config.run.seed)
+
+    def batch(self, sequences: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The abstract batch of this many rows."""
+        rows = (sequences, self.config.sequence_length)
+        cut = NamedSharding(self.mesh, spec("BS", ACTIVATION))
+        batch = {
+            key: jax.ShapeDtypeStruct(rows, jnp.float32 if key == "weights" else jnp.int32, sharding=cut)
+            for key in SEQUENCE_KEYS
+        }
+        row_cut = NamedSharding(self.mesh, P(BATCH_AXES))
+        return batch | {"row_stats": jax.ShapeDtypeStruct((sequences, ROW_STATS), jnp.uint32, sharding=row_cut)}
+
+    def train_step(self) -> jax.stages.Compiled:
+        """The compiled train step; its state argument is donated. Another shape or sharding is an error, not a recompile."""
+        step = make_train_step(self.graph, self.how, self.optimizer, self.schedule, self.config.batch.accumulation)
+        return self._compiled(step, self.state, self.config.batch.sequences, donate=True)
+
+    def eval_step(self, sequences: int) -> jax.stages.Compiled:
+        """The compiled eval step over this many rows, of (parameters, batch)."""
+        return self._compiled(make_eval_step(self.graph, self.how), self.state.parameters, sequences, donate=False)
+
+    def _compiled(self, step: Any, first: Any, sequences: int, *, donate: bool) -> jax.stages.Compiled:
+        if not donate:
+            return jax.jit(step).lower(first, self.batch(sequences)).compile()
+        # The state comes out as it went in, so that the next step takes it without a copy.
+        cuts = jax.tree.map(lambda leaf: leaf.sharding, first)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(cuts, None))
+        return jitted.lower(first, self.batch(sequences)).compile()
+
+
+def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
+    """Assembles the config on `devices` (default: all of the cluster). Nothing is allocated yet.
+
+    Raises:
+      ConfigError: when the config does not fit the number of devices, or an explicit choice cannot serve.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = resolve_mesh(config, len(devices))
+    mesh = make_mesh(sizes.model_dump(), devices)
+    kernel, kernel_reason = kernels.resolve(config.attention.kernel, platform=devices[0].platform)
+    order, layout_reason = layout.resolve(
+        config.attention.layout,
+        context=sizes.context,
+        strategy=config.attention.strategy,
+        packing=config.data.packing,
+        kernel=kernel,
+    )
+    how = Execution(
+        mesh=mesh,
+        strategy=config.attention.strategy,
+        layout=order,
+        kernel=kernel,
+        remat=config.memory.remat,
+        loss_chunk=config.memory.loss_chunk,
+        mlp_chunk=config.memory.mlp_chunk,
+        compute_dtype=config.model.compute_dtype,
+    )
+    graph, _ = model.abstract(config.model)
+    update = optimizer.make(config.optimizer)
+    shapes = jax.eval_shape(functools.partial(state.initial, config, update), 0)
+    cuts = state.shardings(shapes, update, mesh)
+    born = jax.tree.map(lambda leaf, cut: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cut), shapes, cuts)
+    return Build(
+        config=config,
+        mesh=mesh,
+        how=how,
+        choices=(f"attention.kernel: {kernel} ({kernel_reason})", f"attention.layout: {order} ({layout_reason})"),
+        graph=graph,
+        optimizer=update,
+        schedule=optimizer.schedule(config.optimizer, config.run.steps),
+        state=born,
+    )

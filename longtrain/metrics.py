@@ -1,0 +1,120 @@
+"""What a run tells of itself: `metrics.jsonl`, TensorBoard, and the line on the terminal."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+JSONL = "metrics.jsonl"
+PLAIN_LINE_SECONDS = 5.0
+
+
+class Metrics:
+    """Writes each logged step once, in both places. Only process 0 makes one.
+
+    Opening it for a run resumed at `step` first drops every line beyond that step, and a torn last line.
+
+    Args:
+      run_dir: the run's folder.
+      step: the last step that counts; 0 for a new run.
+      tensorboard: write event files as well.
+    """
+
+    def __init__(self, run_dir: Path, *, step: int, tensorboard: bool):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = run_dir / JSONL
+        _keep_lines_up_to(self.path, step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter  # slow to import, and not every run wants it
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """One step's line; `step` is its key, numbers go to TensorBoard too."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in line.items():
+                if name != "step" and isinstance(value, int | float):
+                    group = "eval" if name.startswith("eval_") else "train"
+                    self._board.add_scalar(f"{group}/{name.removeprefix('eval_')}", value, line["step"])
+            self._board.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _keep_lines_up_to(path: Path, step: int) -> None:
+    """Rewrites the file, in one rename, without what a resumed run will write again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a kill: the step is written again
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(kept), encoding="utf-8")
+    os.replace(beside, path)
+
+
+class Progress:
+    """The line that says where the run is: rewritten in place on a terminal, else printed every few seconds."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._last_plain = 0.0
+        self._recent_seconds: float | None = None
+        if self._live is not None:
+            self._live.start()
+
+    def say(self, message: str) -> None:
+        """A line that stays."""
+        self._console.print(message, markup=False, soft_wrap=True)
+
+    def update(self, line: dict[str, Any]) -> None:
+        """Shows a step's line of `metrics.jsonl`."""
+        seconds = line["step_seconds"]
+        recent = seconds if self._recent_seconds is None else 0.8 * self._recent_seconds + 0.2 * seconds
+        self._recent_seconds = recent
+        left = duration((self._steps - line["step"]) * recent)
+        mfu = "n/a" if line["mfu_causal"] is None else f"{line['mfu_causal']:.1%}"
+        text = (
+            f"step {line['step']:>{len(str(self._steps))}}/{self._steps}  loss {line['loss']:.4f}  "
+            f"grad {line['grad_norm']:.2f}  {line['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  "
+            f"{seconds:.2f} s/step  left {left}"
+        )
+        if "eval_loss" in line:
+            text += f"  eval {line['eval_loss']:.4f}"
+        if self._live is not None:
+            self._live.update(Text(text), refresh=True)
+        last = line["step"] == self._steps
+        now = time.monotonic()
+        if self._live is None and (last or "eval_loss" in line or now - self._last_plain >= PLAIN_LINE_SECONDS):
+            self._last_plain = now
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

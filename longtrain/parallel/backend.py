@@ -1,0 +1,42 @@
+"""Which library carries the collectives, as XLA flags of the installed jaxlib. No jax is imported here.
+
+The flags act only on GPUs and must be in the environment before JAX starts. What each jaxlib does with them was read
+from compiled programs: up to 0.10.1 the NVSHMEM flag puts every CollectivePermute on NVSHMEM; 0.10.2 accepts the flag and
+ignores it; from 0.11 on it is unknown and ends the process. Its successor there is one-sided NCCL on symmetric memory.
+"""
+
+from longtrain.errors import ConfigError, Problem
+
+Version = tuple[int, ...]
+
+NVSHMEM_FIRST, NVSHMEM_LAST = (0, 6, 2), (0, 10, 1)
+SYMMETRIC_FIRST = (0, 12)
+
+
+def flags(backend: str, jaxlib: Version, *, simulated: bool) -> list[str]:
+    """XLA flags for `communication.backend` under this jaxlib; none for `auto` and `nccl` (XLA's own choice on GPU).
+
+    Raises:
+      ConfigError: where the backend cannot serve: on simulated CPU devices, or under this jaxlib.
+    """
+
+    def refuse(reason: str) -> ConfigError:
+        return ConfigError([Problem("communication.backend", backend, reason)])
+
+    if backend == "auto":
+        return []
+    if simulated:
+        raise refuse("simulated CPU devices have no GPU collectives; legal here: auto")
+    installed = ".".join(map(str, jaxlib))
+    if backend == "nvshmem":
+        if not NVSHMEM_FIRST <= jaxlib <= NVSHMEM_LAST:
+            raise refuse(
+                f"jaxlib {installed} cannot put collectives on NVSHMEM (0.6.2 to 0.10.1 can; 0.10.2 ignores the flag, "
+                "later ones abort on it); legal here: auto, nccl" + (", nccl_symmetric" if jaxlib >= SYMMETRIC_FIRST else "")
+            )
+        return ["--xla_gpu_experimental_enable_nvshmem=true"]
+    if backend == "nccl_symmetric":
+        if jaxlib < SYMMETRIC_FIRST:
+            raise refuse(f"jaxlib {installed} has no symmetric permutes (0.12 and later have); legal here: auto, nccl")
+        return ["--xla_gpu_collective_permute_mode=symmetric"]
+    return []

@@ -1,0 +1,24 @@
+"""The device mesh: four named axes, laid over the devices so that the busiest axes get the fastest links.
+
+`tensor` varies fastest over the device order, then `context`, `fsdp` and `data`: neighbours in JAX's device order sit
+on the same NVLink domain or ICI ring, and those two axes communicate in every layer of every step.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "fsdp", "context", "tensor")
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lays `shape` (axis -> size, every axis of `AXES`) over `devices` (default: all of the cluster).
+
+    Raises:
+      ValueError: when the sizes' product is not the number of devices: none may be left unused.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = tuple(shape[axis] for axis in AXES)
+    # Automatic axes: the sharding of an intermediate array follows from the constraints the model states.
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

@@ -1,0 +1,127 @@
+"""A process's start: what must be in the environment before JAX is imported, and joining the cluster after.
+
+`prepare_environment` runs first and imports no jax; `join_cluster` imports it and checks that what the config counts on
+is really there, so that a run never goes on with other devices than it was written for.
+"""
+
+import importlib.metadata
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from longtrain.config import Config
+from longtrain.errors import ClusterError
+from longtrain.parallel import backend
+
+# Simulated devices share the host's cores, so a peer may be minutes late in a collective without being dead.
+COLLECTIVE_WAIT_SECONDS = 1800
+COLLECTIVE_TIMEOUT_FLAGS_SINCE = (0, 8, 3)
+
+JAX_CLUSTER_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """This process's place among the cluster's. `coordinator` None: SLURM's variables tell JAX where it is."""
+
+    coordinator: str | None
+    processes: int
+    process: int
+
+
+def find_cluster(config: Config, environment: Mapping[str, str]) -> Cluster | None:
+    """The cluster this process belongs to, from the config, JAX's own variables or SLURM; None for a single process.
+
+    Raises:
+      ClusterError: when some but not all of the variables are set, or one is no number.
+    """
+    section = config.cluster
+    if section.coordinator_address is not None:
+        assert section.num_processes is not None and section.process_id is not None  # the config's own check
+        return Cluster(section.coordinator_address, section.num_processes, section.process_id)
+    given = {name: environment[name] for name in JAX_CLUSTER_VARIABLES if environment.get(name)}
+    if given:
+        missing = [name for name in JAX_CLUSTER_VARIABLES if name not in given]
+        if missing:
+            raise ClusterError(f"{', '.join(given)} is set but {', '.join(missing)} is not: set all three or none")
+        try:
+            return Cluster(given["JAX_COORDINATOR_ADDRESS"], int(given["JAX_NUM_PROCESSES"]), int(given["JAX_PROCESS_ID"]))
+        except ValueError as error:
+            raise ClusterError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be whole numbers: {error}") from error
+    try:
+        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+        if tasks > 1:
+            return Cluster(None, tasks, int(environment["SLURM_PROCID"]))
+    except (KeyError, ValueError) as error:
+        raise ClusterError(f"SLURM_STEP_NUM_TASKS is set but SLURM_PROCID cannot be read: {error}") from error
+    return None
+
+
+def jaxlib_version() -> backend.Version:
+    """The installed jaxlib's version, e.g. (0, 10, 2), without importing it."""
+    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:3])
+
+
+def simulated_device_count(config: Config) -> int | None:
+    """Simulated CPU devices over all processes, or None for real ones."""
+    simulate = config.mesh.simulate_devices
+    return config.mesh.size if simulate == "auto" else simulate
+
+
+def prepare_environment(config: Config, environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Puts this run's XLA flags into the environment, after the user's own; returns those it added.
+
+    Raises:
+      ConfigError: when `communication.backend` cannot be had.
+      ClusterError: when the processes do not divide the simulated devices, or the cluster's variables are incomplete.
+    """
+    jaxlib = jaxlib_version()
+    simulated = simulated_device_count(config)
+    flags = backend.flags(config.communication.backend, jaxlib, simulated=simulated is not None)
+    if simulated is not None:
+        cluster = find_cluster(config, environment)
+        processes = cluster.processes if cluster else 1
+        if simulated % processes:
+            raise ClusterError(
+                f"mesh.simulate_devices = {config.mesh.simulate_devices}: {simulated} simulated devices cannot be shared "
+                f"evenly by {processes} processes"
+            )
+        environment["JAX_PLATFORMS"] = "cpu"
+        flags.append(f"--xla_force_host_platform_device_count={simulated // processes}")
+        if jaxlib >= COLLECTIVE_TIMEOUT_FLAGS_SINCE:
+            flags.append(f"--xla_cpu_collective_call_terminate_timeout_seconds={COLLECTIVE_WAIT_SECONDS}")
+            flags.append(f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={COLLECTIVE_WAIT_SECONDS // 10}")
+    flags.extend(config.communication.xla_flags)
+    environment["XLA_FLAGS"] = " ".join([environment.get("XLA_FLAGS", ""), *flags]).strip()
+    return flags
+
+
+def join_cluster(config: Config) -> None:
+    """Starts JAX, in a cluster where there is one, and checks that the devices are the ones the config asks for.
+
+    Raises:
+      ClusterError: when the cluster cannot be joined, or JAX found other devices than the config counts on.
+    """
+    import jax
+
+    cluster = find_cluster(config, os.environ)
+    try:
+        if cluster is not None:
+            if cluster.coordinator is None:
+                jax.distributed.initialize(cluster_detection_method="slurm")
+            else:
+                jax.distributed.initialize(cluster.coordinator, cluster.processes, cluster.process)
+        devices = jax.devices()
+    except (RuntimeError, ValueError) as error:
+        raise ClusterError(f"the cluster cannot start: {error}") from error
+    simulated = simulated_device_count(config)
+    if simulated is None and devices[0].platform == "cpu":
+        raise ClusterError(
+            "mesh.simulate_devices = null asks for real devices, but JAX finds only the CPU. Install the device's jax "
+            "(extras: gpu, tpu), or set mesh.simulate_devices=auto to simulate devices on the CPU"
+        )
+    if simulated is not None and len(devices) != simulated:
+        raise ClusterError(
+            f"mesh.simulate_devices asks for {simulated} simulated devices, but JAX has {len(devices)}: JAX was started "
+            "before, or XLA_FLAGS sets another count"
+        )
