@@ -97,8 +97,10 @@ def json_schema() -> dict[str, Any]:
     return Config.model_json_schema()
 
 
-def show(path: str | Path | None, overrides: Iterable[str] = (), *, origins: bool = False, schema: bool = False) -> str:
-    """What `longtrain config` prints: the resolved config as YAML, or the JSON schema (which needs no path)."""
+def show(
+    path: str | Path | None, overrides: Iterable[str] = (), *, origins: bool = False, schema: bool = False
+) -> str:
+    """What `longtrain config` prints: the resolved config as YAML, or the JSON schema (needs no path)."""
     if schema:
         return json.dumps(json_schema(), indent=2) + "\n"
     assert path is not None, "only the schema can be shown without a config"
@@ -113,34 +115,42 @@ def _resolve(tree: dict[str, Any], overrides: Iterable[str], source: str) -> tup
             tree = reading.apply_override(tree, override)
         except ConfigError as error:
             problems += error.problems
-    tree, preset_problems = _upon_preset(tree)
+    unknown_preset = None
+    if (preset := _preset(tree)) in reading.preset_names():
+        tree = reading.merge(reading.read_preset(preset), tree)
+    elif preset is not None:
+        legal = ", ".join(reading.preset_names())
+        unknown_preset = Problem("model.preset", preset, f"no such preset; legal: {legal}")
+        problems.append(unknown_preset)
     set_by = {key: leaf.origin for key, leaf in reading.leaves(tree)}
 
     values, key_problems = validate(reading.values(tree))
-    problems += [*preset_problems, *key_problems, *cross_problems(values)]
+    problems += [*key_problems, *cross_problems(values)]
+    if unknown_preset:  # what it would have set is not missing besides
+        problems = [problem for problem in problems if not _is_missing_size(problem)]
     if problems:
         raise ConfigError([_located(problem, set_by, source) for problem in problems], source=source)
     config = Config.model_validate(reading.values(tree))
     return config, {key: set_by.get(key, "default") for key, _ in reading.leaves(config.model_dump())}
 
 
-def _upon_preset(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The tree with the values of `model.preset` beneath its own `model` keys."""
+def _preset(tree: dict[str, Any]) -> Any:
+    """The name that `model.preset` gives, if it gives one."""
     model = tree.get("model")
-    name = model.get("preset") if isinstance(model, dict) else None
-    if not (isinstance(name, reading.Leaf) and isinstance(name.value, str)):
-        return tree, []
-    if name.value not in reading.preset_names():
-        message = f"no such preset; legal: {', '.join(reading.preset_names())}"
-        return tree, [Problem("model.preset", name.value, message)]
-    return reading.merge(reading.read_preset(name.value), tree), []
+    leaf = model.get("preset") if isinstance(model, dict) else None
+    return leaf.value if isinstance(leaf, reading.Leaf) and isinstance(leaf.value, str) else None
+
+
+def _is_missing_size(problem: Problem) -> bool:
+    """Whether the problem is a missing `model` key that a preset would set."""
+    return problem.value is NOT_SET and problem.key.removeprefix("model.") in ModelConfig.model_fields
 
 
 def _located(problem: Problem, set_by: dict[str, str], source: str) -> Problem:
     """The problem with a word on where the value was set, when that is not the config's own file."""
     origin = set_by.get(problem.key, source)
     message = problem.message
-    if problem.value is NOT_SET and problem.key in {f"model.{name}" for name in ModelConfig.model_fields}:
+    if _is_missing_size(problem):
         message = f"{message}, here or by model.preset ({', '.join(reading.preset_names())})"
     if origin != source:
         message = f"{message} ({'given as an' if origin == 'override' else 'from'} {origin})"

@@ -1,7 +1,7 @@
-"""What several keys must satisfy together: divisibility by the mesh above all, checked before any device is touched.
+"""What several keys must satisfy together, divisibility by the mesh above all, before any device is touched.
 
 A check states the keys it needs and runs when all of them are valid, whatever else is wrong with the config.
-While one axis of the mesh is -1, what the other axes demand is checked; the rest is, in `resolve_mesh`, as soon as
+While one axis of the mesh is -1, what the other axes demand is checked; the rest is, in `resolve_mesh`, when
 the number of devices is known.
 """
 
@@ -24,7 +24,9 @@ BYTES_VOCABULARY = 258
 _CHECKS: list[tuple[tuple[str, ...], Callable[[Values], Iterator[Problem]]]] = []
 
 
-def _needs(*keys: str) -> Callable[[Callable[[Values], Iterator[Problem]]], Callable[[Values], Iterator[Problem]]]:
+def _needs(
+    *keys: str,
+) -> Callable[[Callable[[Values], Iterator[Problem]]], Callable[[Values], Iterator[Problem]]]:
     def register(check: Callable[[Values], Iterator[Problem]]) -> Callable[[Values], Iterator[Problem]]:
         _CHECKS.append((keys, check))
         return check
@@ -42,8 +44,8 @@ def cross_problems(values: Values) -> list[Problem]:
 def resolve_mesh(config: Config, device_count: int) -> MeshConfig:
     """The mesh with its -1 replaced so that it takes all devices.
 
-    Raises ConfigError where the mesh cannot take exactly `device_count` devices, or where the size found breaks a
-    check that had to wait for it.
+    Raises ConfigError where the mesh cannot take exactly `device_count` devices, or where the size found
+    fails a check that had to wait for it.
     """
     axes = config.mesh.axes
     known = prod(size for size in axes.values() if size != -1)
@@ -53,8 +55,8 @@ def resolve_mesh(config: Config, device_count: int) -> MeshConfig:
         raise ConfigError([Problem("mesh", written, message)], source="the mesh")
     if config.mesh.size is not None and config.mesh.size != device_count:
         message = (
-            f"takes {known} devices, there are {device_count}: the product of the axes must be {device_count}, "
-            "or one axis -1 to take all that are left"
+            f"takes {known} devices, there are {device_count}: "
+            f"the product of the axes must be {device_count}, or one axis -1 to take all that are left"
         )
         raise ConfigError([Problem("mesh", written, message)], source="the mesh")
     sizes = {axis: device_count // known if size == -1 else size for axis, size in axes.items()}
@@ -100,7 +102,7 @@ def _simulated_devices(values: Values) -> Iterator[Problem]:
     asked, known = values["mesh.simulate_devices"], _product(values, *AXES)
     free = any(values[key] == -1 for key in AXES)
     if asked == "auto" and free:
-        message = "auto takes the mesh's product, which is not known while an axis is -1: give a number, or the axis"
+        message = "auto takes the mesh's product, unknown while an axis is -1: give a number, or the axis"
         yield Problem("mesh.simulate_devices", asked, message)
     elif isinstance(asked, int) and free and asked % known:
         message = f"must be a multiple of the product of the other axes, {known}: {_multiples(asked, known)}"
@@ -123,8 +125,14 @@ def _batch(values: Values) -> Iterator[Problem]:
 
 @_needs("sequence_length", "mesh.context", "attention.layout")
 def _sequence(values: Values) -> Iterator[Problem]:
-    length, context, layout = values["sequence_length"], _product(values, "mesh.context"), values["attention.layout"]
-    parts, what = (2 * context, "2 x mesh.context (zigzag)") if layout == "zigzag" else (context, "mesh.context")
+    length, context, layout = (
+        values["sequence_length"],
+        _product(values, "mesh.context"),
+        values["attention.layout"],
+    )
+    parts, what = (
+        (2 * context, "2 x mesh.context (zigzag)") if layout == "zigzag" else (context, "mesh.context")
+    )
     if length % parts:
         message = f"must be a multiple of {what} = {parts}: {_multiples(length, parts)}"
         yield Problem("sequence_length", length, message)
@@ -132,7 +140,7 @@ def _sequence(values: Values) -> Iterator[Problem]:
 
 @_needs("mesh.tensor")
 def _tensor(values: Values) -> Iterator[Problem]:
-    """Heads, hidden width and vocabulary are sharded over tensor; fewer kv heads than shards are replicated."""
+    """Heads, hidden width and vocabulary are sharded over tensor; kv heads fewer than shards are repeated."""
     tensor = values["mesh.tensor"]
     sharded = {
         key: values[key] for key in ("model.num_heads", "model.mlp_dim", "model.vocab_size") if key in values
@@ -228,7 +236,7 @@ def _wsd(values: Values) -> Iterator[Problem]:
     )
     if values["optimizer.decay"] == "wsd" and warmup <= steps < warmup + fraction * steps:
         message = (
-            f"with decay wsd, the warm-up of {warmup} steps and the decay do not fit into run.steps = {steps}; "
+            f"with decay wsd, the warm-up of {warmup} steps and the decay exceed run.steps = {steps}; "
             f"at most {(steps - warmup) / steps:.3g}"
         )
         yield Problem("optimizer.decay_fraction", fraction, message)
@@ -237,7 +245,9 @@ def _wsd(values: Values) -> Iterator[Problem]:
 @_needs("data.tokenizer", "model.vocab_size")
 def _bytes_vocabulary(values: Values) -> Iterator[Problem]:
     if values["data.tokenizer"] == "bytes" and values["model.vocab_size"] < BYTES_VOCABULARY:
-        message = f"must be at least {BYTES_VOCABULARY} for data.tokenizer bytes: 256 bytes and 2 special tokens"
+        message = (
+            f"must be at least {BYTES_VOCABULARY} for data.tokenizer bytes: 256 bytes and 2 special tokens"
+        )
         yield Problem("model.vocab_size", values["model.vocab_size"], message)
 
 
@@ -257,11 +267,13 @@ def _cluster(values: Values) -> Iterator[Problem]:
             yield Problem(key, None, f"{', '.join(keys)} must be set all three, or none")
     process, count = values["cluster.process_id"], values["cluster.num_processes"]
     if process is not None and count is not None and process >= count:
-        yield Problem("cluster.process_id", process, f"must be below cluster.num_processes = {count}: 0 to {count - 1}")
+        yield Problem(
+            "cluster.process_id", process, f"must be below cluster.num_processes = {count}: 0 to {count - 1}"
+        )
 
 
 @_needs("eval.every_steps", "data.eval_fraction")
 def _held_out(values: Values) -> Iterator[Problem]:
     if values["eval.every_steps"] is not None and values["data.eval_fraction"] == 0:
-        message = f"must be > 0 for eval.every_steps = {values['eval.every_steps']}: nothing is held out to evaluate on"
+        message = f"must be > 0 for eval.every_steps = {values['eval.every_steps']}: nothing is held out"
         yield Problem("data.eval_fraction", values["data.eval_fraction"], message)

@@ -1,11 +1,11 @@
 """From YAML files and overrides to one tree of plain values, in which each leaf knows where it comes from.
 
-Numbers are read as people write them (`1e-4`, `1_000`, `.5`); only `true` and `false` are booleans; a zero in front,
-a colon or a dash makes no octal number, no time and no date. Files and overrides are read the same.
+Numbers are read as people write them (`1e-4`, `1_000`, `.5`); only `true` and `false` are booleans; a zero in
+front, a colon or a dash makes no octal number, no time and no date. Files and overrides are read the same.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -16,73 +16,48 @@ import yaml
 from longtrain.errors import ConfigError, Problem
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
-_INT = re.compile(rf"[-+]?{_DIGITS}$")
-_FLOAT = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?$")
+_INT = rf"[-+]?{_DIGITS}"
+_FLOAT = rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
 _NUMBER_STARTS = list("-+.0123456789")
 _TAG = "tag:yaml.org,2002:"
 
 
-class Resolver(yaml.resolver.BaseResolver):
-    """What a plain (unquoted) word of YAML means; shared by the loader and the dumper, so that they agree."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with our own reading of plain words and of mappings, and none of its own."""
 
 
-# PyYAML tries them in this order: what looks like an int is not asked whether it is a float.
-Resolver.add_implicit_resolver(f"{_TAG}null", re.compile(r"(?:~|null|Null|NULL|None|)$"), ["~", "n", "N", ""])
-Resolver.add_implicit_resolver(f"{_TAG}bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-Resolver.add_implicit_resolver(f"{_TAG}int", _INT, _NUMBER_STARTS)
-Resolver.add_implicit_resolver(f"{_TAG}float", _FLOAT, _NUMBER_STARTS)
+_Loader.yaml_implicit_resolvers = {}
 
 
-class _Constructor(yaml.constructor.SafeConstructor):
-    """Keys are always text and never twice; numbers are Python's."""
-
-    def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
-            if key_node.value in tree:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} is there twice", key_node.start_mark
-                )
-            tree[key_node.value] = self.construct_object(value_node, deep=True)
-        return tree
-
-    def sequence(self, node: yaml.SequenceNode) -> list[Any]:
-        return [self.construct_object(child, deep=True) for child in node.value]
-
-    def integer(self, node: yaml.ScalarNode) -> int:
-        return int(node.value)
-
-    def floating(self, node: yaml.ScalarNode) -> float:
-        return float(node.value)
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
+    """Keys are always text (`on` and `1` too) and never there twice."""
+    tree: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
+        if key_node.value in tree:
+            message = f"the key {key_node.value!r} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, message, key_node.start_mark)
+        tree[key_node.value] = loader.construct_object(value_node, deep=True)
+    return tree
 
 
-_Constructor.add_constructor(f"{_TAG}map", _Constructor.mapping)
-_Constructor.add_constructor(f"{_TAG}seq", _Constructor.sequence)
-_Constructor.add_constructor(f"{_TAG}int", _Constructor.integer)
-_Constructor.add_constructor(f"{_TAG}float", _Constructor.floating)
+def _word(tag: str, pattern: str, first: list[str], read: Callable[[str], Any]) -> None:
+    _Loader.add_implicit_resolver(f"{_TAG}{tag}", re.compile(f"(?:{pattern})$"), first)
+    _Loader.add_constructor(f"{_TAG}{tag}", lambda loader, node: read(node.value))
 
 
-class _Loader(
-    yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser, yaml.composer.Composer, _Constructor, Resolver
-):
-    def __init__(self, stream: str):
-        yaml.reader.Reader.__init__(self, stream)
-        yaml.scanner.Scanner.__init__(self)
-        yaml.parser.Parser.__init__(self)
-        yaml.composer.Composer.__init__(self)
-        _Constructor.__init__(self)
-        Resolver.__init__(self)
+# They are tried in this order: what looks like an int is not asked whether it is a float.
+_word("null", "~|null|Null|NULL|None|", ["~", "n", "N", ""], lambda word: None)
+_word("bool", "true|True|TRUE|false|False|FALSE", list("tTfF"), lambda word: word.lower() == "true")
+_word("int", _INT, _NUMBER_STARTS, int)
+_word("float", _FLOAT, _NUMBER_STARTS, float)
+_Loader.add_constructor(f"{_TAG}map", _mapping)
 
 
 def parse(text: str) -> Any:
     """The value that a YAML text stands for. Raises yaml.YAMLError or ValueError."""
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+    return yaml.load(text, Loader=_Loader)  # a safe loader: it makes plain values only
 
 
 @dataclass(frozen=True)
@@ -145,7 +120,9 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 def _read_file(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     def refuse(key: str, value: object, message: str) -> ConfigError:
-        return ConfigError([Problem(key, value, message)], source=str(extended_by[0] if extended_by else path))
+        return ConfigError(
+            [Problem(key, value, message)], source=str(extended_by[0] if extended_by else path)
+        )
 
     if any(path.resolve() == other.resolve() for other in extended_by):
         chain = " -> ".join(str(link) for link in (*extended_by, path))
@@ -210,7 +187,7 @@ def apply_override(tree: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def _assign(tree: Any, names: list[str], value: Any) -> Any:
-    """A copy of `tree` with the place `names` set. Raises LookupError, with a message, where there is no such place."""
+    """A copy of `tree` with the place `names` set. Raises LookupError where there is no such place."""
     if not names:
         return value
     name, *rest = names
@@ -218,7 +195,11 @@ def _assign(tree: Any, names: list[str], value: Any) -> Any:
         # A list of plain values is one leaf: one item of it changes the whole.
         tree = [Leaf(item, tree.origin) for item in tree.value]
         result = _assign(tree, names, value)
-        return result if any(isinstance(item, dict) for item in result) else with_origin(values(result), "override")
+        return (
+            result
+            if any(isinstance(item, dict) for item in result)
+            else with_origin(values(result), "override")
+        )
     if isinstance(tree, list):
         if not re.fullmatch("[0-9]+", name) or int(name) >= len(tree):
             legal = f"0 to {len(tree) - 1}" if tree else "none, the list is empty"

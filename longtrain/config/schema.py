@@ -1,7 +1,7 @@
 """Every key of a config: its type, default, legal values and meaning, each declared here and nowhere else.
 
-The reference page (`docs/config.md`), the JSON schema and the error messages are made from these declarations.
-What one key alone must satisfy is part of its type; what several keys must satisfy together is in `checks.py`.
+The reference page (`docs/config.md`), the JSON schema and the error messages are made from what stands here.
+What one key alone must satisfy is part of its type; what several must satisfy together is in `checks.py`.
 """
 
 import re
@@ -65,8 +65,12 @@ PathComponent = Annotated[
     _matching(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}"),
     Legal("one folder name: letters, digits and _ . + = -, at most 128, not starting with a mark but _"),
 ]
-Address = Annotated[str, _matching(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:.]+\]:\d{1,5}"), Legal("text of the form host:port")]
-AxisSize = Annotated[Whole, AfterValidator(_axis), Legal("a whole number >= 1, or -1 for all devices that are left")]
+Address = Annotated[
+    str, _matching(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:.]+\]:\d{1,5}"), Legal("text of the form host:port")
+]
+AxisSize = Annotated[
+    Whole, AfterValidator(_axis), Legal("a whole number >= 1, or -1 for all devices that are left")
+]
 StepRange = Annotated[
     tuple[Count, Count],
     Field(strict=False),
@@ -81,7 +85,12 @@ class Section(BaseModel):
     """A group of keys: frozen, strictly typed, no key beyond the declared ones."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        protected_namespaces=(),
     )
 
 
@@ -90,7 +99,8 @@ class RunConfig(Section):
 
     name: PathComponent = Field("run", description="Name of the run: its folder in `run.output_dir`.")
     output_dir: Text = Field(
-        "runs", description="Folder that holds the runs; relative to the working directory, wherever the YAML file is."
+        "runs",
+        description="Folder of the runs, relative to the working directory (not to the YAML file).",
     )
     seed: CountOrZero = Field(0, description="Seed of the initial weights and of the order of the data.")
     steps: Count = Field(description="Optimizer updates in the whole run, those before a resume included.")
@@ -134,12 +144,19 @@ class YarnScaling(Section):
     )
 
 
+Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="type")]
+
+
 class RopeConfig(Section):
     """Rotary position embedding."""
 
     theta: Positive = Field(500000.0, description="Base of the rotary frequencies.")
-    scaling: Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="type")] | None = Field(
-        None, description="How the frequencies are changed for a context longer than the original; null: not at all."
+    scaling: Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="type")] | None = (
+        Field(
+            None,
+            description="How the frequencies change for a context longer than the original; null: not at "
+            "all.",
+        )
     )
 
 
@@ -147,9 +164,12 @@ class ModelConfig(Section):
     """The Llama model: sizes from `model.preset`, from these keys, or both (a key given here wins)."""
 
     preset: Text | None = Field(
-        None, description="Name of a shipped model whose values lie beneath the other `model` keys; null: none."
+        None,
+        description="Name of a shipped model whose values lie beneath the other `model` keys; null: none.",
     )
-    vocab_size: Count = Field(description="Rows of the embedding and of the head; at least the tokenizer's size.")
+    vocab_size: Count = Field(
+        description="Rows of the embedding and of the head; at least the tokenizer's size."
+    )
     embed_dim: Count = Field(description="Width of the residual stream.")
     num_layers: Count = Field(description="Number of layers.")
     num_heads: Count = Field(description="Query heads of a layer.")
@@ -163,7 +183,8 @@ class ModelConfig(Section):
     )
     compute_dtype: DType = Field(
         "bfloat16",
-        description="Data type of activations and matrix products; softmax, norms, phases and the loss stay float32.",
+        description="Data type of activations and matrix products; softmax, norms, phases and loss are "
+        "float32.",
     )
     rope: RopeConfig = Field(RopeConfig(), description="Rotary position embedding.")
 
@@ -171,20 +192,31 @@ class ModelConfig(Section):
 class BatchConfig(Section):
     """The batch of a step, the same whatever the mesh."""
 
-    sequences: Count = Field(description="Rows (sequences) of a step, over the whole cluster and all accumulation.")
-    accumulation: Count = Field(1, description="Parts a step's batch is taken in, one after the other, to save memory.")
+    sequences: Count = Field(
+        description="Rows (sequences) of a step, over the whole cluster and all accumulation."
+    )
+    accumulation: Count = Field(
+        1, description="Parts a step's batch is taken in, one after the other, to save memory."
+    )
 
 
 class MeshConfig(Section):
     """The device mesh: the product of its axes is the number of devices."""
 
     data: AxisSize = Field(1, description="Shards of the batch, with parameters replicated.")
-    fsdp: AxisSize = Field(1, description="Shards of the batch, with parameters and optimizer state sharded too.")
-    context: AxisSize = Field(1, description="Shards of the sequence; parameters and optimizer state are sharded too.")
-    tensor: AxisSize = Field(1, description="Shards of the heads, of the MLP's hidden width and of the vocabulary.")
+    fsdp: AxisSize = Field(
+        1, description="Shards of the batch, with parameters and optimizer state sharded too."
+    )
+    context: AxisSize = Field(
+        1, description="Shards of the sequence; parameters and optimizer state are sharded too."
+    )
+    tensor: AxisSize = Field(
+        1, description="Shards of the heads, of the MLP's hidden width and of the vocabulary."
+    )
     simulate_devices: Literal["auto"] | Count | None = Field(
         None,
-        description="Simulated CPU devices, a total over all processes; auto: the mesh's own product; null: real ones.",
+        description="Simulated CPU devices, over all processes; auto: the mesh's product; null: real "
+        "devices.",
     )
 
     @property
@@ -203,8 +235,8 @@ class MeshConfig(Section):
 class ClusterConfig(Section):
     """How the processes of a run find each other. All three keys or none.
 
-    None of them set: from SLURM or the JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID environment
-    variables where they are set, else a single process.
+    With none of them: what SLURM or the environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID say, else a single process.
     """
 
     coordinator_address: Address | None = Field(
@@ -227,7 +259,8 @@ class AttentionConfig(Section):
         "ulysses: heads are exchanged for sequence, so heads must divide by context x tensor.",
     )
     layout: Literal["auto", "dealt", "zigzag", "contiguous"] = Field(
-        "auto", description="Order in which a row is dealt to the shards; auto: the one that balances the work."
+        "auto",
+        description="Order in which a row is dealt to the shards; auto: the one that balances the work.",
     )
     kernel: Literal["auto", "xla"] = Field(
         "auto", description="Block kernel; auto: picked by platform and shape, the log says which and why."
@@ -239,12 +272,13 @@ class MemoryConfig(Section):
 
     remat: Literal["none", "attention_saved", "full"] = Field(
         "attention_saved",
-        description="What the backward pass recomputes of a layer: none of it, all but attention, or all but attention's "
-        "output (full saves the layer's input alone beside it).",
+        description="What of a layer the backward pass recomputes, attention itself never; none: nothing; "
+        "attention_saved: all but attention and its q, k, v; full: all but attention.",
     )
     offload: Literal["none"] = Field("none", description="What is kept in host memory.")
     loss_chunk: Count = Field(
-        1024, description="Tokens of the local sequence whose logits exist at a time, in the head and the loss."
+        1024,
+        description="Tokens of the local sequence whose logits exist at a time, in the head and the loss.",
     )
     mlp_chunk: Count | None = Field(
         None, description="Tokens of the local sequence that the MLP takes at a time; null: all."
@@ -254,9 +288,13 @@ class MemoryConfig(Section):
 class OptimizerConfig(Section):
     """The update: algorithm, learning rate over the run, clipping."""
 
-    name: Literal["adamw", "sgd", "lion"] = Field("adamw", description="Algorithm; sgd is plain, without momentum.")
+    name: Literal["adamw", "sgd", "lion"] = Field(
+        "adamw", description="Algorithm; sgd is plain, without momentum."
+    )
     learning_rate: Positive = Field(description="Learning rate at its peak.")
-    warmup_steps: CountOrZero = Field(0, description="Steps in which the rate rises linearly from 0 to its peak.")
+    warmup_steps: CountOrZero = Field(
+        0, description="Steps in which the rate rises linearly from 0 to its peak."
+    )
     decay: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine",
         description="Shape of the fall after the warm-up, to `min_ratio` of the peak at the last step; "
@@ -267,7 +305,8 @@ class OptimizerConfig(Section):
     )
     min_ratio: Fraction = Field(0.1, description="Learning rate at the last step over the peak.")
     weight_decay: NotNegative = Field(
-        0.1, description="Decoupled weight decay of the matrices, times the learning rate; norms are not decayed."
+        0.1,
+        description="Decoupled weight decay of the matrices, times the learning rate; norms are not decayed.",
     )
     clip_norm: Positive | None = Field(
         1.0, description="Global gradient norm beyond which gradients are scaled down; null: never."
@@ -295,7 +334,9 @@ class TokenizerTraining(Section):
     vocab_size: Annotated[Whole, Gt(256)] = Field(
         description="Pieces, the 256 bytes and the special ones included; at most `model.vocab_size`."
     )
-    sample_bytes: Count = Field(20_000_000, description="Bytes of text, spread over the sources, that it is trained on.")
+    sample_bytes: Count = Field(
+        20_000_000, description="Bytes of text, spread over the sources, that it is trained on."
+    )
 
 
 class DataConfig(Section):
@@ -308,39 +349,50 @@ class DataConfig(Section):
         Text | TokenizerTraining,
         Legal("bytes, the path of a SentencePiece .model, or {train: sentencepiece, vocab_size: N}"),
     ] = Field(
-        description="bytes (a token a byte), the path of a SentencePiece .model, relative to the working directory, "
+        description="bytes (a token a byte), the path of a SentencePiece .model (relative to the working "
+        "directory), "
         "or what to train: `{train: sentencepiece, vocab_size: N}`."
     )
     packing: Literal["concat", "best_fit", "one"] = Field(
         "best_fit",
-        description="How documents fill rows; concat: end to end; best_fit: whole where they fit; one: one to a row. "
+        description="How documents fill rows; concat: end to end; best_fit: whole where they fit; one: one "
+        "a row. "
         "Documents longer than a row go on in later rows.",
     )
     eval_fraction: BelowOne = Field(0.0, description="Part of the documents that is held out for evaluation.")
     add_bos: bool = Field(True, description="Whether each document starts with the tokenizer's begin token.")
     add_eos: bool = Field(True, description="Whether each document ends with the tokenizer's end token.")
     prepared_dir: Text = Field(
-        "prepared", description="Folder of tokenized data, made once and used again; relative to the working directory."
+        "prepared",
+        description="Folder of tokenized data, made once and used again; relative to the working directory.",
     )
     repeat: bool = Field(
-        True, description="Whether the data starts again, reordered, when used up; false: the run ends with exit code 3."
+        True,
+        description="Whether data that is used up starts again, in another order; false: the run ends, exit "
+        "code 3.",
     )
     prefetch: Count = Field(4, description="Batches made ahead of the step.")
-    workers: CountOrZero = Field(0, description="Processes that make batches; 0: threads of the training process.")
+    workers: CountOrZero = Field(
+        0, description="Processes that make batches; 0: threads of the training process."
+    )
 
 
 class CheckpointConfig(Section):
     """When the state is saved and where it starts from."""
 
-    every_steps: Count = Field(1000, description="Steps from a save to the next; the last step is always saved.")
+    every_steps: Count = Field(
+        1000, description="Steps from a save to the next; the last step is always saved."
+    )
     keep: Count = Field(3, description="Newest checkpoints kept.")
     restore: Literal["latest", "none"] | CountOrZero = Field(
-        "latest", description="Checkpoint of this run to go on from: the newest complete one, none, or that of a step."
+        "latest",
+        description="Checkpoint of this run to go on from: the newest complete one, none, or that of a step.",
     )
     init_from: Text | None = Field(
         None,
-        description="Run folder whose weights alone, from its newest checkpoint, a run without checkpoints starts from; "
-        "relative to the working directory.",
+        description="Run folder from whose newest checkpoint a run that has none takes its weights (those "
+        "alone); "
+        "relative to the working directory; null: random weights.",
     )
 
 
@@ -359,7 +411,9 @@ class MetricsConfig(Section):
     """What is written while training."""
 
     log_every: Count = Field(10, description="Steps from a line of metrics.jsonl to the next.")
-    tensorboard: bool = Field(True, description="Whether the same numbers are written as TensorBoard event files.")
+    tensorboard: bool = Field(
+        True, description="Whether the same numbers are written as TensorBoard event files."
+    )
     profile: StepRange | None = Field(
         None, description="First and last step to trace with the profiler, `[first, last]`; null: none."
     )
@@ -376,7 +430,9 @@ class GuardConfig(Section):
     """What a run does about steps that are not finite."""
 
     max_bad_steps: CountOrZero = Field(
-        0, description="Steps in a row with a loss or gradient that is not finite, skipped before the run ends (exit 4)."
+        0,
+        description="Steps in a row without a finite loss and gradient that are skipped; one more: exit "
+        "code 4.",
     )
 
 
@@ -389,7 +445,9 @@ class Config(Section):
     batch: BatchConfig = Field(description="The batch of a step.")
     mesh: MeshConfig = Field(MeshConfig(), description="The device mesh.")
     cluster: ClusterConfig = Field(ClusterConfig(), description="How the processes of a run find each other.")
-    attention: AttentionConfig = Field(AttentionConfig(), description="Attention over the shards of a sequence.")
+    attention: AttentionConfig = Field(
+        AttentionConfig(), description="Attention over the shards of a sequence."
+    )
     memory: MemoryConfig = Field(MemoryConfig(), description="What is recomputed or taken in parts.")
     optimizer: OptimizerConfig = Field(description="The update.")
     data: DataConfig = Field(description="The documents, their tokens and their way into rows.")

@@ -1,7 +1,7 @@
 """A tree of plain values against the declared keys: every value that is valid, and every problem.
 
-Pydantic judges each leaf by its declared type. The walk over the sections is our own, so that one bad key hides no
-other and each problem names its dotted key, the value given and what is legal.
+Pydantic judges each leaf by its declared type. The walk over the sections is our own, so that one bad key
+hides no other, and each problem names its dotted key, the value given and what is legal.
 """
 
 import difflib
@@ -55,7 +55,13 @@ def legal(kind: Any) -> str:
         return f"a list, each {legal(get_args(kind)[0])}"
     if isinstance(kind, type) and issubclass(kind, Section):
         return f"a mapping of {', '.join(kind.model_fields)}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}[kind]
+    return {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+    }[kind]
 
 
 def sections_in(kind: Any) -> list[type[Section]]:
@@ -79,7 +85,7 @@ def item_section(kind: Any) -> type[Section] | None:
 
 
 def declared_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every declared key, dotted, in the order of declaration; `data.sources.0.path` stands for any place's."""
+    """Every declared key, dotted, as declared; `data.sources.0.path` stands for every place."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         kind = declared_type(field)
@@ -102,9 +108,13 @@ def validate(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     return found, problems
 
 
-def _section(tree: dict[str, Any], section: type[Section], prefix: str, found: dict[str, Any]) -> Iterator[Problem]:
+def _section(
+    tree: dict[str, Any], section: type[Section], prefix: str, found: dict[str, Any]
+) -> Iterator[Problem]:
     for name in [name for name in tree if name not in section.model_fields]:
-        yield Problem(f"{prefix}{name}", tree[name], f"unknown key; the nearest is {_nearest(name, section, prefix)}")
+        yield Problem(
+            f"{prefix}{name}", tree[name], f"unknown key; the nearest is {_nearest(name, section, prefix)}"
+        )
     for name, field in section.model_fields.items():
         yield from _field(tree.get(name, NOT_SET), field, f"{prefix}{name}", found)
 
@@ -137,7 +147,9 @@ def _field(value: Any, field: FieldInfo, key: str, found: dict[str, Any]) -> Ite
         yield Problem(key, value, f"must not be empty: {legal(kind)}")
     else:
         try:
-            found[key] = TypeAdapter(kind, config=None if sections else Section.model_config).validate_python(value)
+            found[key] = TypeAdapter(kind, config=None if sections else Section.model_config).validate_python(
+                value
+            )
         except ValidationError:
             yield Problem(key, value, f"must be {legal(kind)}")
 
@@ -153,7 +165,7 @@ def _chosen_section(value: dict[str, Any], sections: list[type[Section]]) -> typ
 
 
 def _nearest(name: str, section: type[Section], prefix: str) -> str:
-    """The legal key most like an unknown one: a near spelling beside it, the same name elsewhere, or the likest."""
+    """The legal key most like an unknown one: near in spelling, of the same name elsewhere, or the likest."""
     if close := difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.7):
         return prefix + close[0]
     everywhere = [key for key, _ in declared_keys()]

@@ -10,7 +10,7 @@ from longtrain.config.schema import Config
 
 
 def to_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """Every key with its value, in the order of declaration; with `origins`, where each comes from as a comment."""
+    """Every key with its value, in the order of declaration; with `origins`, each with what set it."""
     lines = list(_lines(config.model_dump(), "", 0))
     if origins is None:
         return "".join(f"{text}\n" for text, _ in lines)
