@@ -1,0 +1,44 @@
+"""The table of devices: found by what jax calls them, and nothing guessed."""
+
+import pytest
+
+from longtrain import hardware
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name", "bfloat16"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", "H100", 989.5e12),
+        ("NVIDIA H200", "H200", 989.5e12),
+        ("NVIDIA B200", "B200", 2250e12),
+        ("NVIDIA GB200", "GB200", 2500e12),
+        ("TPU v5 lite", "v5e", 197e12),
+        ("TPU v5", "v5p", 459e12),
+        ("TPU v5p", "v5p", 459e12),
+        ("TPU v6 lite", "v6e", 918e12),
+        ("gb200", "GB200", 2500e12),
+    ],
+)
+def test_a_device_is_found_by_its_kind_or_name(device_kind: str, name: str, bfloat16: float):
+    device = hardware.lookup(device_kind)
+    assert device is not None
+    assert (device.name, device.peak_flops["bfloat16"]) == (name, bfloat16)
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA L4", "TPU v9", ""])
+def test_a_device_that_is_not_in_the_table_is_unknown(device_kind: str):
+    assert hardware.lookup(device_kind) is None
+
+
+@pytest.mark.parametrize("device", hardware.DEVICES.values(), ids=lambda device: device.name)
+def test_the_figures_of_a_device_fit_together(device: hardware.Device):
+    peak = device.peak_flops
+    assert peak["bfloat16"] > 1e14
+    # Each narrower type is at least as fast, and no figure is one with sparsity beside a dense one.
+    for slower, faster, most in [("float32", "tf32", 20), ("tf32", "bfloat16", 2.1), ("bfloat16", "float8", 2)]:
+        if slower in peak and faster in peak:
+            assert peak[slower] <= peak[faster] <= most * peak[slower]
+    assert device.memory_bandwidth > device.link_bandwidth > device.network_bandwidth > 1e9
+    assert 16 * 2**30 <= device.memory_bytes < 200e9
