@@ -1,0 +1,218 @@
+"""Exact causal attention over packed documents, on any mesh: the one public function, `attention`.
+
+Its parts, each in a file of its own: `kernels` (a block of queries over a block of keys, on one device), the
+strategies `ring`, `all_gather` and `ulysses` (which blocks meet on which shard), `tiles` (the mask).
+Here: the checks, the way onto the mesh and back, and the one derivative rule that all strategies share.
+"""
+
+import dataclasses
+import functools
+import math
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from longtrain import layout as layouts
+from longtrain.ops import all_gather, kernels, ring, ulysses
+from longtrain.ops.tiles import Tokens
+
+STRATEGIES: dict[str, ModuleType] = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
+
+SAVED_NAMES = ("attention_out", "attention_lse")
+"""What a remat policy must save (both) so that the backward pass does not run attention's forward again."""
+
+BATCH_AXES = ("data", "fsdp")
+
+
+def attention(
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    positions_BS: jax.Array,
+    segments_BS: jax.Array,
+    mesh: Mesh | None = None,
+    strategy: str = "ring",
+    layout: str = "contiguous",
+    kernel: str = "auto",
+    scale: float | None = None,
+) -> jax.Array:
+    """Attention of each query over the keys of its own document up to its own position: out_BSNH, in q's dtype.
+
+    Query i sees key j when their segments are equal and not 0 and positions[i] >= positions[j]. A query that sees
+    nothing (padding, segment 0) gets exactly 0; padding takes part in no gradient, whatever it holds, NaN too.
+    Query head n reads key/value head n // (N / K). Differentiable in q, k and v (reverse mode).
+
+    The arrays are global, in the order of `layout` (the answer never depends on it; the speed does). With a mesh (of
+    axes data, fsdp, context, tensor; those it lacks count as 1) they are computed with B over data x fsdp, S over
+    context, N and K over tensor; fewer key/value heads than tensor shards are replicated. `scale` multiplies the
+    scores: 1 / sqrt(H) unless given.
+
+    Raises ValueError, with the numbers, for arguments that do not fit each other or the mesh.
+    """
+    axis_sizes = {name: mesh.shape.get(name, 1) if mesh else 1 for name in (*BATCH_AXES, "context", "tensor")}
+    _check(q_BSNH, k_BSKH, v_BSKH, positions_BS, segments_BS, axis_sizes, strategy)
+    call = _Call(
+        strategy=strategy,
+        context_axis="context" if axis_sizes["context"] > 1 else None,
+        kernel=kernels.Kernel(
+            name=kernels.select(kernel)[0],
+            scale=1 / math.sqrt(q_BSNH.shape[-1]) if scale is None else float(scale),
+            tile=layouts.tile(layout, q_BSNH.shape[1], axis_sizes["context"]),
+        ),
+    )
+    return _attention(call, mesh, q_BSNH, k_BSKH, v_BSKH, Tokens(positions_BS, segments_BS))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of a call. `context_axis` is None where one shard holds whole rows."""
+
+    strategy: str
+    context_axis: str | None
+    kernel: kernels.Kernel
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attention(
+    call: _Call, mesh: Mesh | None, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens
+) -> jax.Array:
+    if mesh is None or mesh.size == 1:
+        return _on_shard(call, q_BSNH, k_BSKH, v_BSKH, tokens)
+
+    def axes(*names: str) -> tuple[str, ...] | None:
+        return tuple(name for name in names if name in mesh.shape) or None
+
+    rows, sequence, heads = axes(*BATCH_AXES), axes("context"), axes("tensor")
+    kv_heads, tensor = k_BSKH.shape[2], mesh.shape.get("tensor", 1)
+    on_shard = functools.partial(_on_shard, call)
+    kv_spec = PartitionSpec(rows, sequence, heads)
+    if kv_heads < tensor:
+        # All key/value heads are on every tensor shard, which takes the one its query heads read. Their gradients
+        # are summed over the shards by shard_map: in float32, because they go in as float32.
+        kv_spec = PartitionSpec(rows, sequence)
+        k_BSKH, v_BSKH = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
+        on_shard = functools.partial(_on_replicated_shard, call, tensor // kv_heads)
+    # check_vma is off: its types would want a cast on every loop carry, and the specs name every axis that counts.
+    return jax.shard_map(
+        on_shard,
+        mesh=mesh,
+        in_specs=(PartitionSpec(rows, sequence, heads), kv_spec, kv_spec, PartitionSpec(rows, sequence)),
+        out_specs=PartitionSpec(rows, sequence, heads),
+        check_vma=False,
+    )(q_BSNH, k_BSKH, v_BSKH, tokens)
+
+
+def _on_replicated_shard(
+    call: _Call, sharers: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens
+) -> jax.Array:
+    """`_on_shard` where `sharers` tensor shards share one key/value head."""
+    head = lax.axis_index("tensor") // sharers
+    k_BT1H, v_BT1H = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_BTKH, v_BTKH))
+    return _on_shard(call, q_BTNH, k_BT1H, v_BT1H, tokens)
+
+
+def _on_shard(
+    call: _Call, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens
+) -> jax.Array:
+    """One shard's part: heads before sequence, query heads grouped by the key/value head they read, padding blank."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    q_BTNH, k_BTKH, v_BTKH = (_blank_padding(x, tokens) for x in (q_BTNH, k_BTKH, v_BTKH))
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    k_BKTH, v_BKTH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
+    out_BKGTH = _differentiable(call, q_BKGTH, k_BKTH, v_BKTH, tokens)
+    return _blank_padding(out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H), tokens)
+
+
+def _blank_padding(x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
+    """Zeros in place of padding, on the way in and, by its transpose, for gradients on the way back: 0 * NaN is NaN."""
+    return jnp.where((tokens.segments != 0)[:, :, None, None], x_BTNH, jnp.zeros((), x_BTNH.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(
+    call: _Call, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
+) -> jax.Array:
+    """Attention of a shard, in q's dtype, with its derivative: the whole distributed operation is one rule."""
+    return _differentiable_forward(call, q_BKGTH, k_BKTH, v_BKTH, tokens)[0]
+
+
+def _differentiable_forward(
+    call: _Call, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
+) -> tuple[jax.Array, tuple]:
+    # Partial evaluation under jax.checkpoint takes what depends on the tokens alone for known, and would save the
+    # masks of every loop step. The barrier ties them to q.
+    q, k, v, known = lax.optimization_barrier((q_BKGTH, k_BKTH, v_BKTH, tokens))
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    if call.context_axis is None:
+        out_BKGTH, lse_BKGT = call.kernel.forward(q, k, v, known, known)
+    else:
+        out_BKGTH, lse_BKGT = STRATEGIES[call.strategy].forward(call.kernel, call.context_axis, q, k, v, known)
+    # Named here, inside the rule: names on the outputs of a custom_vjp are no use to a remat policy.
+    out_BKGTH = checkpoint_name(out_BKGTH.astype(q.dtype), SAVED_NAMES[0])
+    lse_BKGT = checkpoint_name(lse_BKGT, SAVED_NAMES[1])
+    return out_BKGTH, (q_BKGTH, k_BKTH, v_BKTH, tokens, out_BKGTH, lse_BKGT)
+
+
+def _differentiable_backward(call: _Call, residuals: tuple, d_out_BKGTH: jax.Array) -> tuple:
+    # The barrier keeps XLA from merging the backward's transfers of k and v with the forward's, which would keep
+    # every received block alive in between.
+    q, k, v, tokens, out, lse, d_out = lax.optimization_barrier((*residuals, d_out_BKGTH))
+    delta_BKGT = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    arrays = (q, k.astype(q.dtype), v.astype(q.dtype), d_out, lse, delta_BKGT)
+    if call.context_axis is None:
+        grads = call.kernel.backward(*arrays, tokens, tokens)
+    else:
+        grads = STRATEGIES[call.strategy].backward(call.kernel, call.context_axis, *arrays, tokens)
+    return (*(grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None)
+
+
+_differentiable.defvjp(_differentiable_forward, _differentiable_backward)
+
+
+def _check(
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    positions_BS: jax.Array,
+    segments_BS: jax.Array,
+    axis_sizes: dict[str, int],
+    strategy: str,
+) -> None:
+    """Raises ValueError where shapes do not fit each other, the mesh or the strategy."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    if q_BSNH.ndim != 4 or k_BSKH.ndim != 4 or k_BSKH.shape != v_BSKH.shape:
+        raise ValueError(
+            f"q must be [B, S, N, H] and k, v [B, S, K, H]: got {q_BSNH.shape}, {k_BSKH.shape}, {v_BSKH.shape}"
+        )
+    B, S, N, H = q_BSNH.shape
+    K = k_BSKH.shape[2]
+    if (B, S, H) != (*k_BSKH.shape[:2], k_BSKH.shape[3]):
+        raise ValueError(f"q {q_BSNH.shape} and k {k_BSKH.shape} differ in rows, sequence length or head_dim")
+    if positions_BS.shape != (B, S) or segments_BS.shape != (B, S):
+        raise ValueError(
+            f"positions {positions_BS.shape} and segments {segments_BS.shape} must both be {(B, S)} as q's rows"
+        )
+    if N % K:
+        raise ValueError(f"{N} query heads are not a multiple of {K} key/value heads")
+
+    rows, context, tensor = math.prod(axis_sizes[x] for x in BATCH_AXES), axis_sizes["context"], axis_sizes["tensor"]
+    if B % rows:
+        raise ValueError(f"{B} rows are not a multiple of data x fsdp = {rows}")
+    if N % tensor:
+        raise ValueError(f"{N} query heads are not a multiple of tensor = {tensor}")
+    if K % tensor and tensor % K:
+        raise ValueError(f"{K} key/value heads can neither be split nor shared evenly over tensor = {tensor}")
+    local_kv_heads = max(K // tensor, 1)
+    if strategy == "ulysses" and local_kv_heads % context:
+        legal = ", ".join(str(n) for n in range(1, local_kv_heads + 1) if local_kv_heads % n == 0)
+        raise ValueError(
+            f"ulysses deals {local_kv_heads} key/value heads ({K} over tensor = {tensor}) to context = {context} "
+            f"shards, which must divide them: legal are {legal}, or strategy ring or all_gather"
+        )
