@@ -6,7 +6,6 @@ The one assembly that training, evaluation, generation and the checks call, so t
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from longtrain import layout, model, optimizer, state
 from longtrain.config import Config, resolve_mesh
 from longtrain.model import Execution, Llama
 from longtrain.ops import kernels
-from longtrain.parallel.mesh import make_mesh
+from longtrain.parallel.mesh import AXES, make_mesh
 from longtrain.parallel.sharding import ACTIVATION, BATCH_AXES, spec
 from longtrain.state import State
 from longtrain.step import SEQUENCE_KEYS, make_eval_step, make_train_step
@@ -59,21 +58,21 @@ class Build:
         return batch | {"row_stats": jax.ShapeDtypeStruct((sequences, ROW_STATS), jnp.uint32, sharding=row_cut)}
 
     def train_step(self) -> jax.stages.Compiled:
-        """The compiled train step; its state argument is donated. Another shape or sharding is an error, not a recompile."""
+        """The compiled train step of (state, batch, stop votes); the state is donated.
+
+        Compiled ahead: another shape or sharding is an error, never a second compilation.
+        """
         step = make_train_step(self.graph, self.how, self.optimizer, self.schedule, self.config.batch.accumulation)
-        return self._compiled(step, self.state, self.config.batch.sequences, donate=True)
+        # The state comes out as it went in, so that the next step takes it without a copy.
+        cuts = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        votes = jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32, sharding=NamedSharding(self.mesh, P(AXES)))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(cuts, None))
+        return jitted.lower(self.state, self.batch(self.config.batch.sequences), votes).compile()
 
     def eval_step(self, sequences: int) -> jax.stages.Compiled:
         """The compiled eval step over this many rows, of (parameters, batch)."""
-        return self._compiled(make_eval_step(self.graph, self.how), self.state.parameters, sequences, donate=False)
-
-    def _compiled(self, step: Any, first: Any, sequences: int, *, donate: bool) -> jax.stages.Compiled:
-        if not donate:
-            return jax.jit(step).lower(first, self.batch(sequences)).compile()
-        # The state comes out as it went in, so that the next step takes it without a copy.
-        cuts = jax.tree.map(lambda leaf: leaf.sharding, first)
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(cuts, None))
-        return jitted.lower(first, self.batch(sequences)).compile()
+        step = make_eval_step(self.graph, self.how)
+        return jax.jit(step).lower(self.state.parameters, self.batch(sequences)).compile()
 
 
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
@@ -84,8 +83,8 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
     """
     devices = jax.devices() if devices is None else devices
     sizes = resolve_mesh(config, len(devices))
-    mesh = make_mesh(sizes.model_dump(), devices)
-    kernel, kernel_reason = kernels.resolve(config.attention.kernel, platform=devices[0].platform)
+    mesh = make_mesh(sizes.axes, devices)
+    kernel, kernel_reason = kernels.select(config.attention.kernel)
     order, layout_reason = layout.resolve(
         config.attention.layout,
         context=sizes.context,

@@ -18,7 +18,7 @@ from longtrain.errors import CheckpointError
 from longtrain.model import Params
 from longtrain.state import State
 
-Log = Callable[[str], None]
+Say = Callable[[str], None]
 
 FOLDER = "checkpoints"
 DAMAGED_PREFIX = "damaged-"
@@ -30,12 +30,12 @@ class Checkpoints:
     Args:
       run_dir: the run's folder.
       keep: how many of the newest to keep.
-      log: takes a line for people.
+      say: takes a line for people.
     """
 
-    def __init__(self, run_dir: Path, *, keep: int = 1, log: Log):
+    def __init__(self, run_dir: Path, *, keep: int, say: Say):
         self.folder = run_dir.resolve() / FOLDER
-        self._log = log
+        self._say = say
         # Orbax tells of every save and restore at INFO and WARNING; what matters is said here instead.
         logging.getLogger("absl").setLevel(logging.ERROR)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, create=True)
@@ -88,7 +88,7 @@ class Checkpoints:
             try:
                 return self._read(step, abstract)
             except Exception as error:  # anything at all: a damaged file may fail anywhere below
-                self._log(f"checkpoint {self.folder}/{step} cannot be read and is passed over: {error}")
+                self._say(f"checkpoint {self.folder}/{step} cannot be read and is passed over: {error}")
                 self._set_aside(step)
         if steps:
             raise CheckpointError(f"{self.folder}: none of the checkpoints {steps} can be read")
@@ -131,9 +131,9 @@ def _without_parameters(state: State) -> dict[str, Any]:
 
 
 def restore_parameters(
-    run_dir: Path, abstract: Params, *, step: int | None = None, log: Log
+    run_dir: Path, abstract: Params, *, step: int | None, say: Say
 ) -> tuple[Params, int, dict[str, Any]]:
-    """Only the weights of a run's step (default: its newest), sharded as `abstract` says; the step; the run object.
+    """Only the weights of a run's step (None: its newest), sharded as `abstract` says; the step; the run object.
 
     Raises:
       CheckpointError: when there is no such checkpoint or it cannot be read.
@@ -151,5 +151,5 @@ def restore_parameters(
             found = manager.restore(step, args=items)
         except Exception as error:
             raise CheckpointError(f"{folder}/{step}: cannot be read: {error}") from error
-    log(f"weights of step {step} from {folder}")
+    say(f"weights of step {step} from {folder}")
     return found["parameters"], step, found["run"]

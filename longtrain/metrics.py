@@ -73,10 +73,11 @@ def _keep_lines_up_to(path: Path, step: int) -> None:
 class Progress:
     """The line that says where the run is: rewritten in place on a terminal, else printed every few seconds."""
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, *, silent: bool = False):
         self._steps = steps
-        self._console = Console(file=sys.stdout, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._silent = silent  # every process but the first
+        self._console = Console(file=sys.stdout, highlight=False, quiet=silent)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not silent else None
         self._last_plain = 0.0
         self._recent_seconds: float | None = None
         if self._live is not None:
@@ -88,14 +89,16 @@ class Progress:
 
     def update(self, line: dict[str, Any]) -> None:
         """Shows a step's line of `metrics.jsonl`."""
+        if self._silent:
+            return
         seconds = line["step_seconds"]
         recent = seconds if self._recent_seconds is None else 0.8 * self._recent_seconds + 0.2 * seconds
         self._recent_seconds = recent
         left = duration((self._steps - line["step"]) * recent)
-        mfu = "n/a" if line["mfu_causal"] is None else f"{line['mfu_causal']:.1%}"
+        mfu = _number(line["mfu_causal"], ".1%")
         text = (
-            f"step {line['step']:>{len(str(self._steps))}}/{self._steps}  loss {line['loss']:.4f}  "
-            f"grad {line['grad_norm']:.2f}  {line['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  "
+            f"step {line['step']:>{len(str(self._steps))}}/{self._steps}  loss {_number(line['loss'], '.4f')}  "
+            f"grad {_number(line['grad_norm'], '.2f')}  {line['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  "
             f"{seconds:.2f} s/step  left {left}"
         )
         if "eval_loss" in line:
@@ -111,6 +114,10 @@ class Progress:
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from longtrain.config import Model
+from longtrain.config import ModelConfig
 from longtrain.ops.attention import SAVED_NAMES, attention
 from longtrain.ops.embedding import embed
 from longtrain.ops.loss import token_losses
@@ -55,7 +55,7 @@ class Execution:
 class Block(nnx.Module):
     """One decoder layer; as built its parameters hold all layers, along a leading L."""
 
-    def __init__(self, config: Model, make: Callable[[str, tuple[int, ...]], nnx.Param]):
+    def __init__(self, config: ModelConfig, make: Callable[[str, tuple[int, ...]], nnx.Param]):
         layers, embed, mlp, head = config.num_layers, config.embed_dim, config.mlp_dim, config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
         self.epsilon = config.norm_eps
@@ -106,7 +106,7 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """The decoder: embedding, stacked layers, final norm, head (the embedding's transpose when tied)."""
 
-    def __init__(self, config: Model, key: jax.Array):
+    def __init__(self, config: ModelConfig, key: jax.Array):
         self.config = config
 
         def make(name: str, shape: tuple[int, ...]) -> nnx.Param:
@@ -146,7 +146,7 @@ class Llama(nnx.Module):
         return token_losses(x_BSD, self.head(), batch["targets"], how.mesh, how.loss_chunk)
 
 
-def _initial(config: Model, key: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
+def _initial(config: ModelConfig, key: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
     """A parameter's first value: norms 1; matrices normal with variance 1 / fan-in, those that write into the residual
     stream divided by sqrt(2 L) (GPT-2's rule), the embedding with the standard deviation of 0.02 that Llama uses."""
     if "norm" in name:
@@ -160,7 +160,7 @@ def _initial(config: Model, key: jax.Array, name: str, shape: tuple[int, ...]) -
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(config.param_dtype)
 
 
-def abstract(config: Model) -> tuple[nnx.GraphDef[Llama], Params]:
+def abstract(config: ModelConfig) -> tuple[nnx.GraphDef[Llama], Params]:
     """The model's structure and its parameters as shapes and dtypes: nothing is computed or allocated."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, jax.random.key(0))))
     return graph, nnx.to_pure_dict(state)
@@ -180,6 +180,6 @@ def shardings(parameters: Params, mesh: Mesh) -> Params:
     return jax.tree_util.tree_map_with_path(of, parameters)
 
 
-def initialise(config: Model, seed: jax.typing.ArrayLike) -> Params:
+def initialise(config: ModelConfig, seed: jax.typing.ArrayLike) -> Params:
     """First values of all parameters; the same whatever the sharding it is compiled with."""
     return nnx.to_pure_dict(nnx.split(Llama(config, jax.random.key(seed)))[1])

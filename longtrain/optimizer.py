@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longtrain.config import Optimizer
+from longtrain.config import OptimizerConfig
 
 
-def schedule(config: Optimizer, steps: int) -> optax.Schedule:
+def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of each update (the first is number 0).
 
     A linear warm-up from `learning_rate / warmup_steps`, then down to `min_ratio * learning_rate` at the last of `steps`:
@@ -37,7 +37,7 @@ def _decays(path: tuple[jax.tree_util.DictKey, ...], _: Any) -> bool:
     return "norm" not in path[-1].key
 
 
-def make(config: Optimizer) -> optax.GradientTransformation:
+def make(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clipping by the global norm (where asked for), the optimizer's direction, decoupled weight decay.
 
     The learning rate is not in here: the step multiplies by `schedule(step)`, so that there is one step counter.

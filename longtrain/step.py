@@ -51,14 +51,14 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     accumulation: int,
-) -> Callable[[State, Batch], tuple[State, Metrics]]:
+) -> Callable[[State, Batch, jax.Array], tuple[State, Metrics]]:
     """A step that updates the state, unless the loss or a gradient is not finite: then only the step number moves."""
 
     def share_of_loss(parameters: Params, batch: Batch, total_weight: jax.Array) -> jax.Array:
         losses_BS = nnx.merge(graph, parameters).losses(batch, how)
         return jnp.sum(losses_BS * batch["weights"]) / total_weight
 
-    def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
+    def train_step(state: State, batch: Batch, stop_votes: jax.Array) -> tuple[State, Metrics]:
         # A batch of padding alone has loss 0 and no gradient.
         total_weight = jnp.sum(batch["weights"])
         total_weight = jnp.where(total_weight > 0, total_weight, 1)
@@ -93,6 +93,7 @@ def make_train_step(
             "grad_norm": norm,
             "learning_rate": rate,
             "bad_steps": after.bad_steps,
+            "stop_votes": jnp.sum(stop_votes),
             **_counts(batch),
         }
         return after, metrics

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longtrain.config import Rope
+from longtrain.config import RopeConfig
 
 LOW_POSITIONS = 1024
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Radians a position for each pair of head dims, float64 [H/2].
 
     Without scaling `theta ** (-2i/H)` (RoFormer, arXiv 2104.09864). `linear` divides all by `factor` (arXiv 2306.15595);
@@ -46,7 +46,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def amplitude(rope: Rope) -> float:
+def amplitude(rope: RopeConfig) -> float:
     """What cosine and sine are multiplied by: YaRN's attention temperature (arXiv 2309.00071, equation 22), else 1."""
     scaling = rope.scaling
     if scaling is None or scaling.type != "yarn":
@@ -56,7 +56,7 @@ def amplitude(rope: Rope) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-def phases(positions_BS: jax.Array, rope: Rope, head_dim: int, longest: int) -> tuple[jax.Array, jax.Array]:
+def phases(positions_BS: jax.Array, rope: RopeConfig, head_dim: int, longest: int) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of every position's angles, float32 [B, S, H/2]; `longest` bounds the positions (exclusive)."""
     frequencies = inverse_frequencies(rope, head_dim)
 

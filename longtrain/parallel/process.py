@@ -125,3 +125,10 @@ def join_cluster(config: Config) -> None:
             f"mesh.simulate_devices asks for {simulated} simulated devices, but JAX has {len(devices)}: JAX was started "
             "before, or XLA_FLAGS sets another count"
         )
+
+
+def is_first() -> bool:
+    """Whether this is the process that speaks for the run."""
+    import jax
+
+    return jax.process_index() == 0

@@ -1,0 +1,108 @@
+"""From the sums a step returns to the numbers of its line in `metrics.jsonl`."""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longtrain import flops, hardware
+from longtrain.build import Build
+
+MEASURED_SIZE = 2048
+
+
+def peak_flops(build: Build) -> tuple[float | None, str]:
+    """FLOP/s of all the mesh's devices together in the compute dtype, and where the figure comes from.
+
+    Accelerators: the data sheet's dense peak. CPU, which has none: a matrix product timed here and now; simulated devices
+    share one host, so the host's rate is that of all of them. None for a device the table does not know.
+    """
+    devices = build.mesh.devices.flatten()
+    dtype = build.how.compute_dtype
+    if devices[0].platform == "cpu":
+        rate = _measured_matmul_rate(dtype) * len({device.process_index for device in devices})
+        return rate, f"this CPU's own {dtype} matmul rate, {rate / 1e9:,.0f} GFLOP/s measured at start"
+    device = hardware.lookup(devices[0].device_kind)
+    if device is None:
+        return None, f"unknown: no data-sheet peak of {devices[0].device_kind!r} in longtrain/hardware.py"
+    peak = device.peak(dtype)
+    return peak * devices.size, f"{device.name}: {peak / 1e12:,.0f} TFLOP/s a device in {dtype}, dense, by data sheet"
+
+
+def _measured_matmul_rate(dtype: str) -> float:
+    x = jnp.ones((MEASURED_SIZE, MEASURED_SIZE), dtype, device=jax.local_devices()[0])
+    product = jax.jit(lambda a: jnp.matmul(a, a, preferred_element_type=jnp.float32))
+    product(x).block_until_ready()
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        product(x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * MEASURED_SIZE**3 / min(seconds)
+
+
+@dataclass
+class Accounting:
+    """Makes the lines of `metrics.jsonl`; keeps the sums that go from line to line.
+
+    Attributes:
+      peak: FLOP/s of the whole mesh, or None where unknown (then MFU is null).
+      tokens_seen: targets counted so far, restored with the run.
+    """
+
+    build: Build
+    peak: float | None
+    tokens_seen: int
+
+    def line(
+        self, step: int, sums: Mapping[str, Any], *, seconds: float, data_wait: float, compilations: int
+    ) -> dict[str, Any]:
+        """One step's line.
+
+        Args:
+          step: the step's number; the first is 1.
+          sums: the step's metrics as numpy arrays, see `step.py`.
+          seconds: wall time a step, evaluation and saving apart.
+          data_wait: seconds of it spent waiting for the batch.
+          compilations: of the train step in this process.
+        """
+        config = self.build.config
+        context = self.build.mesh.shape["context"]
+        total_tokens = config.batch.sequences * config.sequence_length
+        valid_tokens, padding = int(sums["valid_tokens"]), int(sums["padding_tokens"])
+        *limbs, documents, busiest, tiles = (int(value) for value in sums["row_stats"])
+        model_flops = flops.flops_of_sums(config.model, total_tokens - padding, float(sums["squared_lengths"]))
+        rate = valid_tokens / seconds
+        return {
+            "step": step,
+            "loss": _finite(sums["loss"]),
+            "grad_norm": _finite(sums["grad_norm"]),
+            "learning_rate": float(sums["learning_rate"]),
+            "valid_tokens": valid_tokens,
+            "tokens_seen": self.tokens_seen,
+            "documents": documents,
+            "padding_fraction": padding / total_tokens,
+            "attention_work_balance": busiest * context / tiles if tiles else 1.0,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / self.build.mesh.size,
+            "mfu_causal": None if self.peak is None else model_flops / seconds / self.peak,
+            "data_wait_seconds": data_wait,
+            "compilations": compilations,
+            "batch_hash": f"{combined_hash(limbs):016x}",
+        }
+
+
+def combined_hash(limbs: list[int]) -> int:
+    """The sum modulo 2^64 of the rows' hashes, from the sums of their 16-bit limbs, lowest first."""
+    return sum(limb << (16 * place) for place, limb in enumerate(limbs)) % 2**64
+
+
+def _finite(value: np.ndarray) -> float | None:
+    """JSON has no NaN: null says that the number was not finite."""
+    return float(value) if math.isfinite(float(value)) else None

@@ -1,0 +1,199 @@
+"""The command line: what each command takes, and the exit code each kind of failure ends with.
+
+Commands import what they need when they run: help and a config's errors come without waiting for JAX.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtrain import __version__
+from longtrain.errors import LongtrainError
+
+if TYPE_CHECKING:
+    from longtrain.config import Config
+
+EXIT_CODES = """exit codes:
+  0 done · 1 a check failed · 2 config refused · 3 data missing, corrupt or exhausted · 4 non-finite loss or gradients
+  5 checkpoint cannot be written or read · 6 a peer died or the cluster cannot start
+  75 preempted and saved: run the same command again"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the process's exit code."""
+    parsed = _parse(arguments)
+    try:
+        parsed.run(parsed)
+    except LongtrainError as error:
+        print(f"longtrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader (head, less) has what it wanted
+        sys.stderr.close()
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed arguments; overrides may stand between options, which argparse alone does not allow."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and (any(text.startswith("-") or "=" not in text for text in rest) or not hasattr(parsed, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="longtrain",
+        description="Trains language models on very long documents.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"longtrain {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    _config_command(commands, "train", _train, "train; the same command again resumes")
+    evaluate = _config_command(commands, "eval", _evaluate, "loss of a run's checkpoint on the held-out documents")
+    _step_option(evaluate, "evaluate the checkpoint of this step (default: the newest)")
+    _json_option(evaluate)
+    sample = _config_command(commands, "generate", _generate, "text from a run's checkpoint")
+    sample.add_argument("--prompt", required=True, help="the text to go on from")
+    sample.add_argument("--tokens", type=_positive, default=64, help="most tokens to add (default: 64)")
+    sample.add_argument("--temperature", type=_not_negative, default=0.0, help="0: always the likeliest (default)")
+    sample.add_argument("--top-p", type=_probability, default=1.0, help="draw from the likeliest with this mass")
+    sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    _step_option(sample, "use the checkpoint of this step (default: the newest)")
+
+    data = commands.add_parser("data", help="prepare and look at training data")
+    data_commands = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _config_command(data_commands, "prepare", _data_prepare, "tokenize the sources once")
+    inspect = _config_command(data_commands, "inspect", _data_inspect, "show the rows of a step")
+    _step_option(inspect, "the step (default: 1)")
+    _json_option(inspect)
+
+    show = commands.add_parser("config", help="the resolved config as YAML")
+    show.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
+    show.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="dotted overrides, e.g. mesh.context=4")
+    show.add_argument("--origins", action="store_true", help="say for each value what set it")
+    show.add_argument("--schema", action="store_true", help="the JSON schema of a config instead")
+    show.set_defaults(run=_config_show, parser=show)
+    return parser
+
+
+def _config_command(commands: Any, name: str, run: Callable[..., None], help: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="dotted overrides, e.g. mesh.context=4")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _step_option(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--step", type=_positive, metavar="N", help=help)
+
+
+def _json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE as JSON as well")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 0")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0 and at most 1")
+    return value
+
+
+def _started(arguments: argparse.Namespace) -> "Config":
+    """The command's config, with JAX started as it asks: flags first, then the cluster."""
+    from longtrain.config import load
+    from longtrain.parallel import process
+
+    config = load(arguments.config, arguments.overrides)
+    flags = process.prepare_environment(config)
+    process.join_cluster(config)
+    if flags and process.is_first():
+        print(f"XLA flags: {' '.join(flags)}", flush=True)
+    return config
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = _started(arguments)
+    from longtrain.trainer import train
+
+    train(config)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    config = _started(arguments)
+    from longtrain.evaluate import evaluate_run
+
+    line = evaluate_run(config, arguments.step, say=print)
+    print("  ".join(f"{name} {value:,}" for name, value in line.items()))
+    _write_json(arguments.json, line)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    config = _started(arguments)
+    from longtrain.generate import generate_from_run
+
+    for text in generate_from_run(
+        config,
+        arguments.step,
+        arguments.prompt,
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        say=lambda message: print(message, file=sys.stderr),
+    ):
+        print(text, end="", flush=True)
+    print()
+
+
+def _data_prepare(arguments: argparse.Namespace) -> None:
+    from longtrain.config import load
+    from longtrain.data import prepare
+
+    prepare.ensure(load(arguments.config, arguments.overrides), log=print)
+
+
+def _data_inspect(arguments: argparse.Namespace) -> None:
+    from longtrain.config import load
+    from longtrain.data import inspect
+
+    config = load(arguments.config, arguments.overrides)
+    found, text = inspect.inspect_step(config, arguments.step or 1, log=print)
+    print(text)
+    _write_json(arguments.json, found)
+
+
+def _config_show(arguments: argparse.Namespace) -> None:
+    from longtrain.config import show
+
+    if arguments.config is None and not arguments.schema:
+        arguments.parser.error("a CONFIG is needed, or --schema")
+    text = show(arguments.config, arguments.overrides, origins=arguments.origins, schema=arguments.schema)
+    sys.stdout.write(text)
+
+
+def _write_json(path: Path | None, value: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(value) + "\n", encoding="utf-8")

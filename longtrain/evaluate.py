@@ -1,0 +1,96 @@
+"""Held-out loss: the same number on every mesh, from the same rows every time."""
+
+import math
+from typing import Any
+
+import jax
+
+from longtrain.build import Build, build
+from longtrain.checkpoint import Say, restore_parameters
+from longtrain.config import Config
+from longtrain.data import prepare
+from longtrain.data.loader import Batches
+from longtrain.data.prepare import Prepared
+from longtrain.data.rows import RowIndex
+from longtrain.errors import ConfigError, Problem
+from longtrain.model import Params
+
+
+def data_index(build: Build, prepared: Prepared, split: str) -> RowIndex:
+    """The rows of one split ("train" or "eval"), as the config packs and orders them."""
+    data = build.config.data
+    return RowIndex(
+        prepared,
+        packing=data.packing,
+        sequence_length=build.config.sequence_length,
+        seed=build.config.run.seed,
+        split=split,
+        eval_fraction=data.eval_fraction,
+        weights=tuple(source.weight for source in data.sources),
+        repeat=data.repeat,
+    )
+
+
+class Evaluator:
+    """Evaluates weights on the first `eval.sequences` held-out rows. Compiles once, reads the same rows each time.
+
+    Raises:
+      ConfigError: when there are no held-out documents, fewer rows than `eval.sequences`, or the mesh cannot share them.
+    """
+
+    def __init__(self, build: Build, prepared: Prepared):
+        config = build.config
+        self._build = build
+        self._index = data_index(build, prepared, "eval")
+        wanted, held_out = config.eval.sequences, self._index.rows_per_epoch
+        shards = build.mesh.shape["data"] * build.mesh.shape["fsdp"]
+        if held_out < wanted:
+            message = (
+                f"data.eval_fraction = {config.data.eval_fraction} holds out {held_out} rows; legal: at most that many, "
+                "or a larger eval_fraction"
+            )
+            raise ConfigError([Problem("eval.sequences", wanted, message)])
+        if wanted % shards:
+            raise ConfigError(
+                [Problem("eval.sequences", wanted, f"legal: a multiple of mesh.data x mesh.fsdp = {shards}")]
+            )
+        micro = config.batch.sequences // config.batch.accumulation
+        self._rows = micro if wanted % micro == 0 else shards
+        self._step = build.eval_step(self._rows)
+
+    def __call__(self, parameters: Params) -> dict[str, Any]:
+        """`eval_loss` (nats a token), `eval_perplexity`, `eval_tokens` (targets counted), `eval_documents`."""
+        batches = Batches(
+            self._index,
+            mesh=self._build.mesh,
+            layout=self._build.how.layout,
+            sequences=self._rows,
+            first_row=0,
+            prefetch=self._build.config.data.prefetch,
+            workers=0,
+        )
+        try:
+            count = self._build.config.eval.sequences // self._rows
+            sums = [jax.device_get(self._step(parameters, next(batches))) for _ in range(count)]
+        finally:
+            batches.close()
+        weight = sum(float(part["weight_sum"]) for part in sums)
+        loss = sum(float(part["loss_sum"]) for part in sums) / weight
+        return {
+            "eval_loss": loss,
+            "eval_perplexity": math.exp(min(loss, 700.0)),
+            "eval_tokens": sum(int(part["valid_tokens"]) for part in sums),
+            "eval_documents": sum(int(part["row_stats"][4]) for part in sums),
+        }
+
+
+def evaluate_run(config: Config, step: int | None, say: Say) -> dict[str, Any]:
+    """The eval line of a run's checkpoint (None: the newest): `step` and what `Evaluator` gives.
+
+    Raises:
+      CheckpointError: when there is no such checkpoint.
+    """
+    built = build(config)
+    parameters, step, _ = restore_parameters(config.run_dir, built.state.parameters, step=step, say=say)
+    prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
+    return {"step": step} | Evaluator(built, prepared)(parameters)

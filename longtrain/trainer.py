@@ -1,0 +1,221 @@
+"""A training run: build, restore, then step, log, evaluate and save until the last step or a signal."""
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from longtrain import profiling
+from longtrain.accounting import Accounting, peak_flops
+from longtrain.build import build
+from longtrain.checkpoint import Checkpoints
+from longtrain.compilations import Compilations
+from longtrain.config import Config, to_yaml
+from longtrain.data import prepare
+from longtrain.data.loader import Batches
+from longtrain.data.rows import RowIndex
+from longtrain.errors import NonFiniteError, Preempted
+from longtrain.evaluate import Evaluator, data_index
+from longtrain.metrics import Metrics, Progress
+from longtrain.resume import Position, run_record, starting_point
+from longtrain.state import State
+from longtrain.stopping import StopRequest
+
+
+def train(config: Config) -> None:
+    """Trains until `run.steps`; goes on from the run's checkpoints when it has some.
+
+    Raises:
+      ConfigError, DataError, CheckpointError: as `errors.py` says.
+      NonFiniteError: more than `guard.max_bad_steps` steps in a row were not finite.
+      Preempted: a signal asked the run to stop, and it has saved.
+    """
+    stop = StopRequest()
+    first_process = jax.process_index() == 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.listening())
+        progress = Progress(config.run.steps, silent=not first_process)
+        stack.callback(progress.close)
+        say = progress.say
+
+        built = build(config)
+        devices = built.mesh.devices.flatten()
+        sizes = " x ".join(f"{axis} {size}" for axis, size in built.mesh.shape.items())
+        say(f"mesh: {sizes} on {devices.size} x {devices[0].device_kind}, {jax.process_count()} process(es)")
+        for choice in built.choices:
+            say(choice)
+        prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
+        index = data_index(built, prepared, "train")
+
+        checkpoints = Checkpoints(config.run_dir, keep=config.checkpoint.keep, say=say)
+        stack.callback(checkpoints.close)
+        state, position = starting_point(built, index, checkpoints, say)
+        if position.step >= config.run.steps:
+            say(f"{config.run_dir}: the run is complete, {position.step} of run.steps = {config.run.steps}; raise it to go on")
+            return
+
+        metrics = None
+        if first_process:
+            metrics = Metrics(config.run_dir, step=position.step, tensorboard=config.metrics.tensorboard)
+            stack.callback(metrics.close)
+            (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+
+        started = time.perf_counter()
+        compilations = Compilations("train_step")
+        train_step = built.train_step()
+        evaluate = Evaluator(built, prepared) if config.eval.every_steps is not None else None
+        say(f"compiled in {time.perf_counter() - started:.1f} s")
+        peak, peak_source = peak_flops(built)
+        say(f"MFU is against {peak_source}")
+
+        batches = Batches(
+            index,
+            mesh=built.mesh,
+            layout=built.how.layout,
+            sequences=config.batch.sequences,
+            first_row=position.rows_taken,
+            prefetch=config.data.prefetch,
+            workers=config.data.workers,
+        )
+        stack.callback(batches.close)
+        accounting = Accounting(built, peak, position.tokens_seen)
+        loop = _Loop(
+            config, index, train_step, evaluate, batches, checkpoints, metrics, progress, accounting, compilations, stop
+        )
+        loop.run(state, position)
+        say(farewell(config))
+
+
+@dataclass
+class _Flight:
+    """A step that was dispatched and whose metrics have not been fetched."""
+
+    step: int
+    sums: dict[str, jax.Array]
+    data_wait: float
+
+
+@dataclass
+class _Loop:
+    """The steps of one process. Metrics are fetched one step late, so that the devices always have work queued."""
+
+    config: Config
+    index: RowIndex
+    train_step: jax.stages.Compiled
+    evaluate: Evaluator | None
+    batches: Batches
+    checkpoints: Checkpoints
+    metrics: Metrics | None
+    progress: Progress
+    accounting: Accounting
+    compilations: Compilations
+    stop: StopRequest
+
+    def run(self, state: State, position: Position) -> None:
+        config = self.config
+        self.stop_agreed = False
+        self._unlogged_steps, self._unlogged_seconds, self._unlogged_wait = 0, 0.0, 0.0
+        self._clock = time.perf_counter()
+        flight: _Flight | None = None
+        saved_step = position.step
+        with profiling.traced(config) as trace:
+            while position.step < config.run.steps and not self.stop_agreed:
+                trace.before_step(position.step + 1)
+                waiting = time.perf_counter()
+                batch = next(self.batches)
+                waited = time.perf_counter() - waiting
+                state, sums = self.train_step(state, batch, self.stop.votes(self.batches.mesh))
+                position.step += 1
+                position.rows_taken += config.batch.sequences
+                previous, flight = flight, _Flight(position.step, sums, waited)
+                if previous is not None:
+                    self._log(self._landed(previous))
+                trace.after_step(position.step, sums)
+                evaluate = self._due(config.eval.every_steps, position.step)
+                save = self._due(config.checkpoint.every_steps, position.step)
+                if evaluate or save:
+                    line = self._landed(flight)
+                    flight = None
+                    if evaluate and self.evaluate is not None:
+                        line |= self.evaluate(state.parameters)
+                    # The line is written before the state it belongs to: a checkpoint never lacks its own step's line.
+                    self._log(line)
+                    if save:
+                        self._save(state, position)
+                        saved_step = position.step
+                    self._clock = time.perf_counter()  # evaluation and saving are no part of a step's time
+            if flight is not None:
+                self._log(self._landed(flight))
+            if saved_step != position.step:
+                self._save(state, position)
+        self.checkpoints.wait()
+        if self.stop_agreed and position.step < config.run.steps:
+            raise Preempted(
+                f"stopped by {self.stop.received or 'a signal to another process'} after step {position.step}, saved in "
+                f"{self.checkpoints.folder}: run the same command again to go on"
+            )
+
+    def _due(self, every: int | None, step: int) -> bool:
+        return every is not None and (step % every == 0 or step == self.config.run.steps)
+
+    def _landed(self, flight: _Flight) -> dict[str, Any]:
+        """The line of a step, once its metrics are here."""
+        sums = jax.device_get(flight.sums)
+        now = time.perf_counter()
+        self._unlogged_steps += 1
+        self._unlogged_seconds += now - self._clock
+        self._unlogged_wait += flight.data_wait
+        self._clock = now
+        self.accounting.tokens_seen += int(sums["valid_tokens"])
+        self.stop_agreed |= bool(sums["stop_votes"])
+        line = self.accounting.line(
+            flight.step,
+            sums,
+            seconds=self._unlogged_seconds / self._unlogged_steps,
+            data_wait=self._unlogged_wait / self._unlogged_steps,
+            compilations=self.compilations.count,
+        )
+        self._check_finite(int(sums["bad_steps"]), line)
+        return line
+
+    def _check_finite(self, bad_steps: int, line: dict[str, Any]) -> None:
+        if not bad_steps:
+            return
+        size = self.config.batch.sequences
+        message = (
+            f"step {line['step']}: loss {line['loss']}, grad_norm {line['grad_norm']} (null or None: not finite); the update "
+            f"was not applied ({bad_steps} in a row; guard.max_bad_steps = {self.config.guard.max_bad_steps}); "
+            f"`longtrain data inspect CONFIG --step {line['step']}` shows its {size} rows"
+        )
+        if bad_steps > self.config.guard.max_bad_steps:
+            raise NonFiniteError(message)
+        self.progress.say(message)
+
+    def _log(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        if step % self.config.metrics.log_every and step != self.config.run.steps and "eval_loss" not in line:
+            return
+        self._unlogged_steps, self._unlogged_seconds, self._unlogged_wait = 0, 0.0, 0.0
+        if self.metrics is not None:
+            self.metrics.write(line)
+        self.progress.update(line)
+
+    def _save(self, state: State, position: Position) -> None:
+        position.tokens_seen = self.accounting.tokens_seen
+        self.checkpoints.save(position.step, state, run_record(self.config, position, self.index))
+
+
+def farewell(config: Config) -> str:
+    """Where a finished run's things are, and what to do with them."""
+    run = config.run_dir
+    return "\n".join(
+        [
+            f"done: {config.run.steps} steps. In {run}/: metrics.jsonl, tensorboard/, checkpoints/, config.yaml",
+            f"  watch:    tensorboard --logdir {run}/tensorboard   (pip install tensorboard)",
+            f"  go on:    longtrain train {run}/config.yaml run.steps={2 * config.run.steps}",
+            f"  evaluate: longtrain eval {run}/config.yaml",
+            f"  sample:   longtrain generate {run}/config.yaml --prompt 'def main():'",
+        ]
+    )
