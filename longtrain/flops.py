@@ -13,14 +13,14 @@ from longtrain.config import ModelConfig
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Parameters of all of a token's matrix products: the head in (tied or not), the embedding look-up out."""
+    """Parameters of all of a token's matrix products: the head in (even tied), the embedding look-up out."""
     attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     mlp = 3 * model.embed_dim * model.mlp_dim
     return model.num_layers * (attention + mlp) + model.embed_dim * model.vocab_size
 
 
 def parameters(model: ModelConfig) -> int:
-    """All parameters: the matrix products', the norms', and the embedding's where the head does not share it."""
+    """All parameters: the matrix products', the norms', and the embedding's where it is not the head."""
     norms = (2 * model.num_layers + 1) * model.embed_dim
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
     return matmul_parameters(model) + norms + embedding

@@ -171,7 +171,7 @@ def apply_override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
-        raise refuse(key, override, "an override is dotted.key=value, as in mesh.context=4")
+        raise refuse("override", override, "must be dotted.key=value, as in mesh.context=4")
     if not text.strip():
         raise refuse(key, text, "the override has no value; write null or '\"\"' if that is meant")
     if key == "extends":

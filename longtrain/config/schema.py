@@ -52,9 +52,8 @@ def _flag(value: str) -> str:
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Whole, Ge(1)]
-CountOrZero = Annotated[Whole, Ge(0)]
+Count = Annotated[int, Ge(1), BeforeValidator(_whole)]
+CountOrZero = Annotated[int, Ge(0), BeforeValidator(_whole)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
@@ -69,7 +68,10 @@ Address = Annotated[
     str, _matching(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:.]+\]:\d{1,5}"), Legal("text of the form host:port")
 ]
 AxisSize = Annotated[
-    Whole, AfterValidator(_axis), Legal("a whole number >= 1, or -1 for all devices that are left")
+    int,
+    BeforeValidator(_whole),
+    AfterValidator(_axis),
+    Legal("a whole number >= 1, or -1 for all devices that are left"),
 ]
 StepRange = Annotated[
     tuple[Count, Count],
@@ -331,7 +333,7 @@ class TokenizerTraining(Section):
     """A tokenizer trained on the run's own sources when first needed."""
 
     train: Literal["sentencepiece"] = Field(description="Kind of tokenizer to train.")
-    vocab_size: Annotated[Whole, Gt(256)] = Field(
+    vocab_size: Annotated[int, Gt(256), BeforeValidator(_whole)] = Field(
         description="Pieces, the 256 bytes and the special ones included; at most `model.vocab_size`."
     )
     sample_bytes: Count = Field(
@@ -384,7 +386,7 @@ class CheckpointConfig(Section):
         1000, description="Steps from a save to the next; the last step is always saved."
     )
     keep: Count = Field(3, description="Newest checkpoints kept.")
-    restore: Literal["latest", "none"] | CountOrZero = Field(
+    restore: Literal["latest", "none"] | Count = Field(
         "latest",
         description="Checkpoint of this run to go on from: the newest complete one, none, or that of a step.",
     )

@@ -33,12 +33,13 @@ def _lines(tree: dict[str, Any], prefix: str, indent: int) -> Iterator[tuple[str
                     yield dash + text[indent + 2 :], leaf
                     dash = " " * (indent + 2)
         else:
-            yield f"{start} {_scalar(value)}", key
+            yield f"{start} {scalar(value)}", key
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
+    """A leaf as YAML, on one line: quoted only where the plain word would be read as something else."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_scalar, value))}]"
+        return f"[{', '.join(map(scalar, value))}]"
     if isinstance(value, str):
         plain = re.fullmatch(r"[A-Za-z0-9_./-][A-Za-z0-9_./*+=-]*", value) and parse(value) == value
         return value if plain else json.dumps(value, ensure_ascii=False)
