@@ -41,7 +41,17 @@ FLOORS = {
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
 # What a user waits for before jax is needed: a refused config, `longtrain config`, `data prepare`, any start.
-WITHOUT_JAX = ["longtrain.config", "longtrain.flops", "longtrain.hardware", "longtrain.parallel.process"]
+WITHOUT_JAX = [
+    "longtrain.cli",
+    "longtrain.config",
+    "longtrain.data.prepare",
+    "longtrain.data.prepared",
+    "longtrain.data.sources",
+    "longtrain.data.tokenizers",
+    "longtrain.flops",
+    "longtrain.hardware",
+    "longtrain.parallel.process",
+]
 
 
 def modules() -> dict[str, Path]:
