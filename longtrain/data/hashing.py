@@ -1,6 +1,7 @@
-"""Fixed 64-bit mixes: the order of the data, and the `batch_hash` by which two runs are shown to see the same data.
+"""Fixed 64-bit mixes: the order of the data, and the `batch_hash` that shows two runs to see the same.
 
-Everything is unsigned 64-bit arithmetic that wraps, so that another tool, in any language, can compute the same.
+Everything is unsigned 64-bit arithmetic that wraps, so that another tool, in any language, can compute the
+same.
 
     mix64(z):   z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
 
@@ -8,12 +9,14 @@ Everything is unsigned 64-bit arithmetic that wraps, so that another tool, in an
 
     A token's hash, in row `row` at `place` (its place in the row before any layout):
         h = key(row)
-        for word in (place << 32 | token,  target << 32 | position,  segment << 32 | bits of the float32 weight):
+        for word in (place << 32 | token,  target << 32 | position,  segment << 32 | bits of the float32
+        weight):
             h = mix64(h ^ word + 0x9E3779B97F4A7C15)
-    A row's hash is the sum of its tokens' (padding too), a batch's the sum of its rows', modulo 2^64: no order, mesh,
-    layout or number of hosts changes it.
+    A row's hash is the sum of its tokens' (padding too), a batch's the sum of its rows', modulo 2^64: no
+    order, mesh, layout or number of hosts changes it.
 
-Order uses the same mix, and not numpy's random generators, whose streams may change from one numpy to the next.
+Order uses the same mix, and not numpy's random generators, whose streams may change from one numpy to the
+next.
 """
 
 import numpy as np
@@ -59,7 +62,7 @@ def hash_row(
     segments_S: np.ndarray,
     weights_S: np.ndarray,
 ) -> int:
-    """The row's part of `batch_hash`: int32 arrays and float32 weights, [S] in document order, before the layout."""
+    """The row's part of `batch_hash`: int32 arrays and float32 weights, [S], in document order."""
     place_S = np.arange(len(tokens_S), dtype=np.uint64)
     state: np.ndarray | int = key(row)
     for high, low in (

@@ -8,9 +8,9 @@ _ONE = 1 << 48
 class Mixture:
     """Rows dealt to sources by fixed shares, spread as evenly as whole rows can be; a pure function of r.
 
-    The first source is split off from the rest: of the first n rows it has round(share · n). The others share what is
-    left in the same way. All is done in whole numbers, so that every machine deals alike. Each source counts its own
-    rows on from 0, so each has epochs of its own.
+    The first source is split off from the rest: of the first n rows it has round(share · n). The others share
+    what is left in the same way. All is done in whole numbers, so that every machine deals alike. Each source
+    counts its own rows on from 0, so each has epochs of its own.
     """
 
     def __init__(self, shares: Sequence[float]):

@@ -10,8 +10,8 @@ spans `(document, start, end)` of the k-th row, for any k from 0 on, in any orde
                                              best_fit   AAAAAAAAAA BBBBBAAAA. CCC.......
                                              one        AAAAAAAAAA AAAA...... BBBBB..... CCC.......
 
-Each epoch holds every token of every document once. A packing is a pure function of (lengths, row length, key):
-it keeps no state but a cache of the epochs asked for last.
+Each epoch holds every token of every document once. A packing is a pure function of (lengths, row length,
+key): it keeps no state but a cache of the epochs asked for last.
 """
 
 import threading
@@ -39,12 +39,12 @@ class Packing(Protocol):
         ...
 
     def last_row(self) -> list[Span]:
-        """The spans of the last row of the first epoch, with nothing of the second: for data that does not repeat."""
+        """The spans of the first epoch's last row, with nothing of the second: for data that ends there."""
         ...
 
 
 def pack(policy: str, lengths_D: np.ndarray, row_length: int, seed_key: int) -> Packing:
-    """The packing named `policy` (one of PACKINGS) over documents of the given lengths (tokens, each at least 1)."""
+    """The packing named `policy`, one of PACKINGS, over documents of the given lengths (tokens, above 0)."""
     lengths_D = np.asarray(lengths_D, np.int64)
     if policy == "concat":
         return Stream(lengths_D, row_length, seed_key)
@@ -59,7 +59,7 @@ def pack(policy: str, lengths_D: np.ndarray, row_length: int, seed_key: int) -> 
 
 
 class Stream:
-    """`concat`: the documents end to end, in a new order each epoch; row k is the k-th stretch of the stream."""
+    """`concat`: the documents end to end, in a new order each epoch; row k is the k-th stretch."""
 
     def __init__(self, lengths_D: np.ndarray, row_length: int, seed_key: int):
         self._lengths_D, self._row_length, self._key = lengths_D, row_length, seed_key
@@ -81,7 +81,7 @@ class Stream:
 
     def _spans(self, first: int, stop: int) -> list[Span]:
         spans: list[Span] = []
-        while first < stop:  # once an epoch that the stretch touches: a tiny corpus fills a row several times over
+        while first < stop:  # once for each epoch it touches: a tiny corpus fills a row several times over
             epoch, offset = divmod(first, self.tokens_per_epoch)
             order_D, ends_D = self._epoch(epoch)
             until = min(self.tokens_per_epoch, offset + stop - first)
@@ -97,13 +97,15 @@ class Stream:
 class PackedPieces:
     """`best_fit` and `one`: pieces of at most a row, put into rows whole.
 
-    What fits with what depends on lengths alone, so the rows are shaped once, as slots of given lengths. An epoch
-    then draws which piece goes into which slot of its length, and the order of the rows. So every epoch has the same
-    number of rows.
+    What fits with what depends on lengths alone, so the rows are shaped once, as slots of given lengths. An
+    epoch then draws which piece goes into which slot of its length, and the order of the rows. So every epoch
+    has the same number of rows.
     """
 
-    def __init__(self, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], row_of_slot_P: np.ndarray, seed_key: int):
-        """`pieces` as `cut` gives them; `row_of_slot_P`: the row of each slot, slots in falling order of length."""
+    def __init__(
+        self, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], row_of_slot_P: np.ndarray, seed_key: int
+    ):
+        """`pieces` as `cut` gives them; `row_of_slot_P`: a slot's row, slots in falling order of length."""
         self._document_P, self._start_P, self._length_P = pieces
         self._key = seed_key
         self.tokens_per_epoch = int(self._length_P.sum())
@@ -146,10 +148,10 @@ def cut(lengths_D: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def best_fit_decreasing(lengths_P: np.ndarray, row_length: int) -> np.ndarray:
-    """The row of each piece, int64 [P], for lengths in falling order: each goes where the least room is left over.
+    """The row of each piece, int64 [P], for lengths in falling order: where the least room is left over.
 
-    The same rows as the textbook's loop over pieces, but over groups: pieces of one length meet rows of one free
-    room together. Time grows with the number of different lengths and not with that of pieces.
+    The same rows as the textbook's loop over pieces, but over groups: pieces of one length meet rows of one
+    free room together. Time grows with the number of different lengths and not with that of pieces.
     """
     row_of_piece_P = np.empty(len(lengths_P), np.int64)
     lengths, counts = np.unique(lengths_P, return_counts=True)
@@ -163,8 +165,8 @@ def best_fit_decreasing(lengths_P: np.ndarray, row_length: int) -> np.ndarray:
                 opened = -(-count // (room // length))
                 rooms.add(room, np.arange(rows, rows + opened))
                 rows += opened
-            # A row with room for several pieces of this length gets them all before any other row does: with each
-            # its room shrinks, and it stays the tightest.
+            # A row with room for several pieces of this length gets them all before any other row does: with
+            # each its room shrinks, and it stays the tightest.
             each = min(room // length, count)
             chosen = rooms.take(room, count // each)
             stop = placed + each * len(chosen)
@@ -176,7 +178,7 @@ def best_fit_decreasing(lengths_P: np.ndarray, row_length: int) -> np.ndarray:
 
 
 class _Rooms:
-    """Rows by their free room, with the smallest room of at least a length found by a search in two levels of bits."""
+    """Rows by their free room; the smallest room of at least a length is found in two levels of bits."""
 
     _WORD = 1024
 

@@ -1,12 +1,15 @@
 """`data prepare`: every document through the tokenizer, once.
 
-    {data.prepared_dir}/{16 hex digits}/     one folder for what was asked: the sources' content, the tokenizer, BOS
+    {data.prepared_dir}/{16 hex digits}/     one folder for what was asked: the sources' content, the
+    tokenizer, BOS
                                              and EOS (prepared.py has the format)
-                        requests/            what cheap looks at the sources (names, sizes, times) led to which folder
+                        requests/            what cheap looks at the sources (names, sizes, times) led to
+                        which folder
 
-A folder is found again by the cheap look, or else by reading the sources and comparing content; a source that changed
-leads to another folder. A folder is made under a name that begins with a dot and renamed when complete, so a killed
-run leaves nothing that could be taken for data; its remains are removed by the next one.
+A folder is found again by the cheap look, or else by reading the sources and comparing content; a source that
+changed leads to another folder. A folder is made under a name that begins with a dot and renamed when
+complete, so a killed run leaves nothing that could be taken for data; its remains are removed by the next
+one.
 """
 
 import contextlib
@@ -39,12 +42,13 @@ _POLL_SECONDS = 0.5
 
 
 def ensure(config: Config, log: Log, *, process_index: int = 0, wait_seconds: float = 3600) -> Prepared:
-    """The config's documents as tokens: those prepared before where they still stand for the sources, else made now.
+    """The config's documents as tokens: prepared before, where they still stand for the sources, or now.
 
-    With several processes, process 0 prepares; the others wait at most `wait_seconds` for its folder to appear, with
-    no collective, so `data.prepared_dir` must be one they share.
+    With several processes, process 0 prepares; the others wait at most `wait_seconds` for its folder to
+    appear, with no collective, so `data.prepared_dir` must be one they share.
 
-    Raises DataError for what is wrong with the data, ConfigError where the tokenizer does not suit the config.
+    Raises DataError for what is wrong with the data, ConfigError where the tokenizer does not suit the
+    config.
     """
     request = _Request.of(config)
     root = Path(config.data.prepared_dir)
@@ -95,7 +99,9 @@ class _Source:
 class _Request:
     """What a config asks to be prepared: the sources as they are now, the tokenizer, and what it adds."""
 
-    def __init__(self, found: list[_Source], tokenizer: Tokenizer | None, training: dict[str, Any], added: dict):
+    def __init__(
+        self, found: list[_Source], tokenizer: Tokenizer | None, training: dict[str, Any], added: dict
+    ):
         """`tokenizer`: None where it is to be trained, as `training` says."""
         self.sources, self.tokenizer, self.training, self.added = found, tokenizer, training, added
         self._asked: dict[str, Any] | None = None
@@ -117,13 +123,20 @@ class _Request:
                 if getattr(data, f"add_{key}") and id is None:
                     message = f"must be false: the tokenizer {data.tokenizer} has no {piece} piece"
                     raise ConfigError([Problem(f"data.add_{key}", True, message)])
-        found = [_Source(source.path, source.text_field, sources.list_files(source.path)) for source in data.sources]
+        found = [
+            _Source(source.path, source.text_field, sources.list_files(source.path))
+            for source in data.sources
+        ]
         return _Request(found, tokenizer, training, {"add_bos": data.add_bos, "add_eos": data.add_eos})
 
     def look(self) -> str:
         """A name for what a cheap look shows: equal where nothing seems to have changed."""
         files = [
-            [source.path, source.text_field, *((str(file.path.resolve()), file.size, file.modified_ns) for file in source.files)]
+            [
+                source.path,
+                source.text_field,
+                *((str(file.path.resolve()), file.size, file.modified_ns) for file in source.files),
+            ]
             for source in self.sources
         ]
         return _digest([FORMAT, files, self._tokenizer(), self.added])[:16]
@@ -173,7 +186,7 @@ def _prepare(config: Config, request: _Request, folder: Path, log: Log) -> None:
         tokenizer = request.tokenizer
         if tokenizer is None:
             size, sample = request.training["vocab_size"], request.training["sample_bytes"]
-            log(f"data: training a SentencePiece tokenizer of {size:,} pieces on at most {sample / 1e6:.0f} MB of text")
+            log(f"data: training a tokenizer of {size:,} pieces on up to {sample / 1e6:.0f} MB of text")
             started = time.monotonic()
             documents = (document for _, document in request.documents(sources.Skipped()))
             tokenizer = tokenizers.train(documents, vocab_size=size, sample_bytes=sample)
@@ -214,7 +227,9 @@ def _tokenize(request: _Request, tokenizer: Tokenizer, folder: Path, log: Log) -
                 sum(len(text.encode()) for text in texts), len(batch), sum(len(tokens) for tokens in ids)
             )
         if not progress.documents:
-            raise DataError(f"no document with text in {', '.join(source.path for source in request.sources)}")
+            raise DataError(
+                f"no document with text in {', '.join(source.path for source in request.sources)}"
+            )
         counts = {
             "text_bytes": progress.bytes,
             "skipped": dataclasses.asdict(skipped),
@@ -228,7 +243,9 @@ def _tokenize(request: _Request, tokenizer: Tokenizer, folder: Path, log: Log) -
         log(f"data: {len(inexact)} documents do not survive the tokenizer exactly; the first is {inexact[0]}")
 
 
-def _batches(documents: Iterable[tuple[int, sources.Document]]) -> Iterator[list[tuple[int, sources.Document]]]:
+def _batches(
+    documents: Iterable[tuple[int, sources.Document]],
+) -> Iterator[list[tuple[int, sources.Document]]]:
     """Runs of documents with some megabytes of text, for the tokenizer to spread over the cores."""
     batch: list[tuple[int, sources.Document]] = []
     size = 0
@@ -268,7 +285,9 @@ def _why(root: Path, request: _Request) -> str:
         if old != new
     ]
     reasons += [
-        f"{key} was {then[key]}, is {asked[key]}" for key in ("tokenizer", "add_bos", "add_eos") if then[key] != asked[key]
+        f"{key} was {then[key]}, is {asked[key]}"
+        for key in ("tokenizer", "add_bos", "add_eos")
+        if then[key] != asked[key]
     ]
     return "; ".join(reasons) or "the format changed"
 
@@ -278,7 +297,7 @@ def _wait_for(folder: Path, seconds: float) -> None:
     while not (folder / MANIFEST).exists():
         if time.monotonic() > deadline:
             raise DataError(
-                f"process 0 did not prepare {folder} within {seconds:.0f} s: data.prepared_dir and the sources must "
+                f"process 0 did not prepare {folder} in {seconds:.0f} s: data.prepared_dir and the sources must "
                 "be the same for all processes; or run `data prepare` once beforehand"
             )
         time.sleep(_POLL_SECONDS)
@@ -313,7 +332,9 @@ def _disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"data.prepared_dir = {root}: {error.filename or root}: {error.strerror or error}") from error
+        raise DataError(
+            f"data.prepared_dir = {root}: {error.filename or root}: {error.strerror or error}"
+        ) from error
 
 
 def _sizes(manifest: dict[str, Any]) -> str:

@@ -1,15 +1,18 @@
 """Tokenized documents on disk: the format, its writer and its reader.
 
-    {folder}/manifest.json       what is here and where it came from; written last, so that it stands for the whole
+    {folder}/manifest.json       what is here and where it came from; written last, so that it stands for the
+    whole
              tokens-00000.bin    ids end to end, little-endian uint16 (uint32 for more than 65,536 pieces)
-             offsets.npy         int64 [D + 1]: document d is tokens offsets[d]..offsets[d + 1]-1, over all shards
+             offsets.npy         int64 [D + 1]: document d is tokens offsets[d]..offsets[d + 1]-1, over all
+             shards
              source_of.npy       uint16 [D]: the number of each document's source
-             keys.npy            uint64 [D]: a hash of each document's source and name, which decides its split
+             keys.npy            uint64 [D]: a hash of each document's source and name, which decides its
+             split
              names.bin, name_offsets.npy     the documents' names in UTF-8, and int64 [D + 1] as above
              tokenizer.model     the tokenizer, but for `bytes`
 
-A document lies whole in one shard. A folder is made under another name and renamed when complete, so a folder with a
-manifest is complete.
+A document lies whole in one shard. A folder is made under another name and renamed when complete, so a folder
+with a manifest is complete.
 """
 
 import hashlib
@@ -17,6 +20,7 @@ import json
 import os
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,11 +55,17 @@ class Prepared:
             tables = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in _TABLES}
             names = np.memmap(self.folder / "names.bin", np.uint8, "r")
             dtype = np.dtype(self.manifest["dtype"])
-            self._shards = [np.memmap(self.folder / shard["file"], dtype, "r") for shard in self.manifest["shards"]]
+            self._shards = [
+                np.memmap(self.folder / shard["file"], dtype, "r") for shard in self.manifest["shards"]
+            ]
         except OSError as error:
-            raise DataError(f"prepared data: {error.filename or self.folder}: {error.strerror or error}") from error
+            raise DataError(
+                f"prepared data: {error.filename or self.folder}: {error.strerror or error}"
+            ) from error
         except (ValueError, KeyError) as error:
-            raise DataError(f"prepared data {self.folder} is damaged ({error}): remove it to prepare again") from error
+            raise DataError(
+                f"prepared data {self.folder} is damaged ({error}): remove it to prepare again"
+            ) from error
         self._offsets, self._names, self._name_offsets = tables["offsets"], names, tables["name_offsets"]
         self._shard_starts = np.cumsum([0, *(shard["tokens"] for shard in self.manifest["shards"])])
         self.source_of: np.ndarray = tables["source_of"]
@@ -65,10 +75,10 @@ class Prepared:
         """Of the tokens, their documents and tokenizer: equal where training sees the same."""
         self.vocab_size: int = self.manifest["tokenizer"]["vocab_size"]
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type["Prepared"], tuple[Path]]:
         return Prepared, (self.folder,)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each document, BOS and EOS counted: int64 [D]."""
         return np.diff(self._offsets)
@@ -92,7 +102,7 @@ class Prepared:
         return SentencePieceTokenizer((self.folder / _TOKENIZER).read_bytes())
 
     def verify(self) -> None:
-        """Raise DataError unless the shards are those that were written: by checksum, or by size where they are large."""
+        """Raise DataError unless the shards are as written: by checksum, or by size where they are large."""
         by_checksum = sum(shard["bytes"] for shard in self.manifest["shards"]) <= _CHECKSUMMED_BYTES
         for shard in self.manifest["shards"]:
             path = self.folder / shard["file"]
@@ -103,11 +113,13 @@ class Prepared:
                 found = "does not match its checksum"
             else:
                 continue
-            raise DataError(f"prepared data {path} was altered: it {found}; remove {self.folder} to prepare again")
+            raise DataError(
+                f"prepared data {path} was altered: it {found}; remove {self.folder} to prepare again"
+            )
 
 
 class Writer:
-    """Writes a folder of prepared data, document by document. The folder must exist; memory holds only the tables."""
+    """Writes a folder, which must exist, document by document. Memory holds only the tables."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer):
         self._folder, self._tokenizer = folder, tokenizer
@@ -134,13 +146,15 @@ class Writer:
         self._name_lengths.append(len(encoded))
         self._lengths.append(len(tokens))
         self._source_of.append(source)
-        self._keys.append(key(source, int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")))
+        self._keys.append(
+            key(source, int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little"))
+        )
 
     def finish(self, description: dict[str, Any]) -> None:
         """Write the tables and the manifest: what was written, and `description`."""
         self.close()
         lengths = np.array(self._lengths, np.int64)
-        tables = {
+        tables: dict[str, np.ndarray] = {
             "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             "source_of": np.array(self._source_of, np.uint16),
             "keys": np.array(self._keys, np.uint64),
@@ -197,7 +211,7 @@ class Writer:
 
 
 def length_histogram(lengths: np.ndarray) -> dict[str, int]:
-    """Documents by length: upper bound in tokens, a power of two, as text -> how many reach no higher than it."""
+    """Documents by length: an upper bound in tokens, a power of two -> how many it is the lowest for."""
     bounds, counts = np.unique(np.ceil(np.log2(lengths)).astype(int), return_counts=True)
     return {str(1 << int(bound)): int(count) for bound, count in zip(bounds, counts, strict=True)}
 

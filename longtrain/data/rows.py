@@ -1,18 +1,19 @@
 """The row index: row number -> row, a pure function of the prepared data, the packing and the seed.
 
-Row r of a run is the same whoever asks, in whatever order, on any number of hosts; nothing is kept between rows. So
-a checkpoint holds nothing of the data but how many rows were taken, and the fingerprint of the plan they came from.
+Row r of a run is the same whoever asks, in whatever order, on any number of hosts; nothing is kept between
+rows. So a checkpoint holds nothing of the data but how many rows were taken, and the fingerprint of the plan
+they came from.
 
-Accounting: a document of n tokens (BOS and EOS counted) is an input n times an epoch. Each input's target is the
-document's next token, even where that is the first input of a later row; its last token has no target and weight 0.
-So each token is a target once an epoch, bar each document's first.
+Accounting: a document of n tokens (BOS and EOS counted) is an input n times an epoch. Each input's target is
+the document's next token, even where that is the first input of a later row; its last token has no target and
+weight 0. So each token is a target once an epoch, bar each document's first.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -28,16 +29,19 @@ ORDER_VERSION = 1
 
 
 class Corpus(Protocol):
-    """What the index needs of tokenized documents. Documents are numbered 0..D-1; prepared.Prepared is the real one."""
+    """What the index needs of tokenized documents, which are numbered 0..D-1. `Prepared` is the real one."""
 
     fingerprint: str
     sources: Sequence[str]
-    lengths: np.ndarray
-    """Tokens of each document, int64 [D]."""
     source_of: np.ndarray
     """Number of each document's source, [D]."""
     keys: np.ndarray
     """A hash of each document's identity, uint64 [D]: what decides its split."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [D]."""
+        ...
 
     def tokens(self, document: int, start: int, end: int) -> np.ndarray: ...
 
@@ -58,8 +62,8 @@ class Piece:
 class Row:
     """One row in document order, before any layout. Arrays are [S], int32 but for the float32 weights.
 
-    `segments` numbers the pieces from 1, 0 is padding; `positions` counts from 0 in each piece; `weights` is 1 where
-    there is a target to predict and 0 elsewhere, where `targets` is 0.
+    `segments` numbers the pieces from 1, 0 is padding; `positions` counts from 0 in each piece; `weights` is
+    1 where there is a target to predict and 0 elsewhere, where `targets` is 0.
     """
 
     tokens: np.ndarray
@@ -71,7 +75,7 @@ class Row:
 
 
 class RowIndex:
-    """All rows of one split. Cheap to pickle: it travels as its arguments and is built again where it arrives."""
+    """All rows of one split. It pickles as its arguments, and is built again where it arrives."""
 
     def __init__(
         self,
@@ -87,10 +91,10 @@ class RowIndex:
     ):
         """Index the rows of `split`.
 
-        `weights`: share of the tokens that each source gives, in any unit; each source then has epochs of its own.
-        None: all sources are one, each document once an epoch. `eval_fraction`: part of each source's documents that
-        belongs to the eval split, in every epoch. `repeat`: False ends the rows with the first epoch (with weights:
-        as soon as one source is used up).
+        `weights`: share of the tokens that each source gives, in any unit; each source then has epochs of its
+        own. None: all sources are one, each document once an epoch. `eval_fraction`: part of each source's
+        documents that belongs to the eval split, in every epoch. `repeat`: False ends the rows with the first
+        epoch (with weights: as soon as one source is used up).
 
         Raises DataError where the split holds no document.
         """
@@ -99,13 +103,13 @@ class RowIndex:
         if weights is not None and len(weights) != len(corpus.sources):
             raise ValueError(f"{len(weights)} weights for {len(corpus.sources)} sources")
         self._corpus = corpus
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "packing": packing,
             "sequence_length": sequence_length,
             "seed": seed,
             "split": split,
             "eval_fraction": eval_fraction,
-            "weights": None if weights is None or len(weights) == 1 else [float(weight) for weight in weights],
+            "weights": list(map(float, weights)) if weights is not None and len(weights) > 1 else None,
             "repeat": repeat,
         }
         self.sequence_length = sequence_length
@@ -131,7 +135,8 @@ class RowIndex:
             pack(packing, lengths[documents], sequence_length, key(seed, split == "eval", place))
             for place, documents in zip(kept, self._documents, strict=True)
         ]
-        # Weights are shares of tokens, but rows are dealt: a source whose rows hold more padding is due more of them.
+        # Weights are shares of tokens, but rows are dealt: a source whose rows hold more padding is due more
+        # of them.
         self._mixture = Mixture(
             [
                 shares[place] * packed.rows_per_epoch / packed.tokens_per_epoch
@@ -146,7 +151,7 @@ class RowIndex:
         self.documents = sum(len(documents) for documents in self._documents)
         self.tokens_per_epoch = sum(packed.tokens_per_epoch for packed in self._packings)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., "RowIndex"], tuple[Corpus, dict[str, Any]]]:
         return _rebuild, (self._corpus, self._arguments)
 
     @property
@@ -166,7 +171,7 @@ class RowIndex:
         return 1 - self.tokens_per_epoch / places
 
     def check(self, first: int, count: int) -> None:
-        """Raise DataError unless rows first..first+count-1 exist: asked by all hosts alike, before any loads a part."""
+        """Raise DataError unless rows first..first+count-1 exist; all hosts ask for whole batches."""
         if self.rows is not None and first + count > self.rows:
             left = max(0, self.rows - first)
             raise DataError(
@@ -205,15 +210,15 @@ class RowIndex:
         return Row(tokens, targets, positions, segments, weights, pieces)
 
 
-def _rebuild(corpus: Corpus, arguments: dict) -> RowIndex:
+def _rebuild(corpus: Corpus, arguments: dict[str, Any]) -> RowIndex:
     return RowIndex(corpus, **arguments)
 
 
 def _split_documents(corpus: Corpus, seed: int, split: Split, eval_fraction: float) -> list[np.ndarray]:
     """The split's documents of each source, ascending.
 
-    A document is held out by its own identity: those of a source with the smallest hashes are. So the splits stay
-    disjoint over every epoch, and a corpus that grows moves few documents from one split to the other.
+    A document is held out by its own identity: those of a source with the smallest hashes are. So the splits
+    stay disjoint over every epoch, and a corpus that grows moves few documents from one split to the other.
     """
     source_of = np.asarray(corpus.source_of)
     rank = fold(key(seed), np.asarray(corpus.keys, np.uint64))

@@ -1,8 +1,8 @@
 """Documents from where they lie: text files, JSON lines, folders, globs, and Python's own standard library.
 
-A text file is one document; a `.jsonl` file has one a line, in a field; either may be gzipped (`.gz`). What a source
-lists is sorted by name, so the same files give the same documents in the same order on every machine. Text is kept
-as it is, to the byte: line ends, tabs, a byte order mark, NUL.
+A text file is one document; a `.jsonl` file has one a line, in a field; either may be gzipped (`.gz`). What a
+source lists is sorted by name, so the same files give the same documents in the same order on every machine.
+Text is kept as it is, to the byte: line ends, tabs, a byte order mark, NUL.
 
 Whatever cannot be read is a DataError that names the file and, where there is one, the line.
 """
@@ -14,7 +14,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from longtrain.errors import DataError
@@ -27,7 +27,7 @@ _NOT_READ = (".parquet", ".arrayrecord", ".array_record", ".zst", ".zip", ".tar"
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file of a source. `name` is relative to the source, so that it is the same wherever the source lies."""
+    """A file of a source. `name` is relative to the source: the same wherever the source lies."""
 
     name: str
     path: Path
@@ -58,8 +58,8 @@ class Skipped:
 def list_files(path: str) -> list[SourceFile]:
     """The files of a source, sorted by name. `path`: a file, folder, glob or `python-stdlib`.
 
-    Files and folders in a folder whose names begin with a dot are left out. Raises DataError where there are none, or
-    a folder cannot be read.
+    Files and folders in a folder whose names begin with a dot are left out. Raises DataError where there are
+    none, or a folder cannot be read.
     """
     try:
         if path == PYTHON_STDLIB:
@@ -86,11 +86,13 @@ def list_files(path: str) -> list[SourceFile]:
     return sorted(files, key=lambda file: file.name)
 
 
-def read(file: SourceFile, text_field: str, skipped: Skipped, *, keep_going: bool = False) -> Iterator[Document]:
+def read(
+    file: SourceFile, text_field: str, skipped: Skipped, *, keep_going: bool = False
+) -> Iterator[Document]:
     """The documents of a file, in order, empty ones left out and counted.
 
-    `keep_going` leaves out and counts files that are not UTF-8 as well, instead of raising. Raises DataError for what
-    cannot be read, and where the file is no longer the one that was listed.
+    `keep_going` leaves out and counts files that are not UTF-8 as well, instead of raising. Raises DataError
+    for what cannot be read, and where the file is no longer the one that was listed.
     """
     try:
         with gzip.open(file.path) if file.name.endswith(".gz") else open(file.path, "rb") as stream:
@@ -113,7 +115,9 @@ def read(file: SourceFile, text_field: str, skipped: Skipped, *, keep_going: boo
         raise DataError(f"{file.path}: changed while it was read; prepare again when its writer is done")
 
 
-def _read_json_lines(file: SourceFile, stream, text_field: str, skipped: Skipped) -> Iterator[Document]:
+def _read_json_lines(
+    file: SourceFile, stream: Iterable[bytes], text_field: str, skipped: Skipped
+) -> Iterator[Document]:
     for number, line in enumerate(stream, start=1):
         where = f"{file.path}, line {number}"
         if not line.strip():
@@ -121,18 +125,24 @@ def _read_json_lines(file: SourceFile, stream, text_field: str, skipped: Skipped
         try:
             record = json.loads(line)
         except UnicodeDecodeError as error:
-            raise DataError(f"{where}: not valid UTF-8: {error.reason} at byte {error.start} of the line") from error
+            raise DataError(
+                f"{where}: not valid UTF-8: {error.reason} at byte {error.start} of the line"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not valid JSON: {error}") from error
         text = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             has = f"the fields {', '.join(map(repr, record))}" if isinstance(record, dict) else "no object"
             found = f"{type(text).__name__} in it" if text is not None else f"{has} instead"
-            raise DataError(f"{where}: text expected in data.sources text_field = {text_field!r}, found {found}")
+            raise DataError(
+                f"{where}: text expected in data.sources text_field = {text_field!r}, found {found}"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{where}: half a surrogate pair at character {error.start} of the text") from error
+            raise DataError(
+                f"{where}: half a surrogate pair at character {error.start} of the text"
+            ) from error
         if text:
             yield Document(f"{file.name}:{number}", text)
         else:
@@ -146,7 +156,9 @@ def _decode(data: bytes, file: SourceFile, keep_going: bool) -> str | None:
         if keep_going:
             return None
         line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file.path}, line {line}: not valid UTF-8: {error.reason} at byte {error.start}") from error
+        raise DataError(
+            f"{file.path}, line {line}: not valid UTF-8: {error.reason} at byte {error.start}"
+        ) from error
 
 
 def _walk(root: Path) -> Iterator[Path]:

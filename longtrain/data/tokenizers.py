@@ -1,7 +1,7 @@
 """Tokenizers: plain bytes, and SentencePiece models, given or trained on the run's own text.
 
-A tokenizer turns a text into ids and back. It adds no BOS or EOS of itself: `data prepare` does, once a document.
-Padding needs no id: a row's padding is what has segment 0.
+A tokenizer turns a text into ids and back. It adds no BOS or EOS of itself: `data prepare` does, once a
+document. Padding needs no id: a row's padding is what has segment 0.
 """
 
 import hashlib
@@ -107,7 +107,8 @@ def load(path: str | Path) -> SentencePieceTokenizer:
         raise DataError(f"data.tokenizer = {path}: not a SentencePiece model") from error
 
 
-# A line's end and the next one's indentation are one piece, as are blank lines: most of what tells code from prose.
+# A line's end and the next one's indentation are one piece, as are blank lines: most of what tells code from
+# prose.
 _LINE_BREAKS = ["\n", "\n\n", "\n\n\n", *("\n" + "\u2581" * spaces for spaces in range(4, 25, 4))]
 _SAMPLE_BLOCK = 1 << 16
 _LONGEST_LINE = 1 << 12
@@ -116,9 +117,10 @@ _LONGEST_LINE = 1 << 12
 def train(documents: Iterable[Document], *, vocab_size: int, sample_bytes: int) -> SentencePieceTokenizer:
     """A SentencePiece BPE model of `vocab_size` pieces: the same for the same documents, and exact.
 
-    Exact: every text survives encode and decode, but for U+2581, which SentencePiece keeps for the space. Text is not
-    normalised, no space is put in front, runs of spaces are pieces, and what the pieces do not cover falls back to
-    bytes. Raises ConfigError where the text does not give that many pieces, or the alphabet needs more.
+    Exact: every text survives encode and decode, but for U+2581, which SentencePiece keeps for the space.
+    Text is not normalised, no space is put in front, runs of spaces are pieces, and what the pieces do not
+    cover falls back to bytes. Raises ConfigError where the text does not give that many pieces, or the
+    alphabet needs more.
     """
     model = io.BytesIO()
     try:
@@ -146,8 +148,9 @@ def train(documents: Iterable[Document], *, vocab_size: int, sample_bytes: int) 
 
 
 def _sample(documents: Iterable[Document], sample_bytes: int) -> list[str]:
-    """Blocks of text of at most `sample_bytes` together, drawn evenly from all documents: those of smallest hash."""
-    kept: list[tuple[int, int, str]] = []  # a heap of (minus hash, minus place, block): the next to go is on top
+    """Blocks of text of at most `sample_bytes` together, drawn evenly from all documents."""
+    # Those of smallest hash, in a heap of (minus hash, minus place, block): the next to go is on top.
+    kept: list[tuple[int, int, str]] = []
     size = place = 0
     for document in documents:
         for start in range(0, len(document.text), _SAMPLE_BLOCK):

@@ -1,0 +1,141 @@
+"""`data inspect`: the rows of a step as they are trained on, as JSON and as text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from longtrain import layout as layouts
+from longtrain.config import Config
+from longtrain.data import prepare
+from longtrain.data.rows import RowIndex
+from longtrain.data.rowsource import SEQUENCE_KEYS
+from longtrain.errors import ConfigError, Problem
+
+_DOCUMENTS_SHOWN = 12
+
+
+def inspect_step(config: Config, step: int, log: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+    """The rows of a step of a run whose batch size never changed: the contract's JSON, and a text for people.
+
+    Prepares the data where needed. Raises DataError where the data ends before that step, ConfigError where
+    the mesh has a -1 for context, which only the devices would tell.
+    """
+    if config.mesh.context < 1:
+        message = "a number is needed to show what each context shard gets, e.g. mesh.context=4"
+        raise ConfigError([Problem("mesh.context", config.mesh.context, message)])
+    prepared = prepare.ensure(config, log)
+    data = config.data
+    index = RowIndex(
+        prepared,
+        packing=data.packing,
+        sequence_length=config.sequence_length,
+        seed=config.run.seed,
+        eval_fraction=data.eval_fraction,
+        weights=[source.weight for source in data.sources],
+        repeat=data.repeat,
+    )
+    found = inspect(index, step=step, sequences=config.batch.sequences)
+    layout, reason = layouts.resolve(
+        config.attention.layout,
+        context=config.mesh.context,
+        strategy=config.attention.strategy,
+        packing=data.packing,
+        kernel=config.attention.kernel,
+    )
+    tokenizer = prepared.tokenizer()
+    text = render(found, layout=layout, shards=config.mesh.context, decode=tokenizer.decode)
+    return found, f"{text}\nlayout {layout}: {reason}"
+
+
+def inspect(index: RowIndex, *, step: int, sequences: int, first_row: int | None = None) -> dict[str, Any]:
+    """The rows of step `step` (the first is 1) in the contract's form: document order, before the layout.
+
+    `first_row`: where the step's rows begin; None: (step - 1) * sequences, right for a run whose batch size
+    never changed. Raises DataError where the rows are used up before.
+    """
+    first = (step - 1) * sequences if first_row is None else first_row
+    index.check(first, sequences)
+    rows = []
+    for number in range(first, first + sequences):
+        row = index.row(number)
+        documents = [
+            {"source": piece.source, "document": piece.document, "start": piece.start, "end": piece.end}
+            for piece in row.pieces
+        ]
+        rows.append({name: getattr(row, name).tolist() for name in SEQUENCE_KEYS} | {"documents": documents})
+    return {"step": step, "rows": rows}
+
+
+def render(
+    found: dict[str, Any], *, layout: str, shards: int, decode: Callable[[list[int]], str] | None = None
+) -> str:
+    """What `inspect` found, for people: each row's documents, padding, and each context shard's share of the
+    work.
+
+    `decode`: shows how each piece begins as well.
+    """
+    console = Console(width=110, highlight=False)
+    with console.capture() as captured:
+        for number, row in enumerate(found["rows"]):
+            segments_S = np.array(row["segments"])
+            padding = float(np.mean(segments_S == 0))
+            console.print(
+                f"step {found['step']}, row {number} of its batch: {len(segments_S):,} places, "
+                f"{int(np.sum(row['weights'])):,} targets, {len(row['documents'])} pieces, "
+                f"{padding:.1%} padding",
+                markup=False,
+            )
+            console.print(_documents_table(row, decode))
+            console.print(_shards_table(segments_S, layout, shards))
+    return captured.get().rstrip()
+
+
+def _documents_table(row: dict[str, Any], decode: Callable[[list[int]], str] | None) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("source", "document", "start", "end", "tokens"):
+        table.add_column(name, justify="left" if name in ("source", "document") else "right", overflow="fold")
+    if decode is not None:
+        table.add_column("begins", no_wrap=True, overflow="ellipsis")
+    place = 0
+    for shown, piece in enumerate(row["documents"]):
+        size = piece["end"] - piece["start"]
+        if shown < _DOCUMENTS_SHOWN:
+            begin = [repr(decode(row["tokens"][place : place + min(size, 16)]))] if decode is not None else []
+            cells = [
+                piece["source"],
+                piece["document"],
+                *(f"{n:,}" for n in (piece["start"], piece["end"], size)),
+                *begin,
+            ]
+            table.add_row(*(cell.replace("[", r"\[") for cell in cells))
+        place += size
+    hidden = len(row["documents"]) - _DOCUMENTS_SHOWN
+    if hidden > 0:
+        table.add_row(f"and {hidden} more")
+    return table
+
+
+def _shards_table(segments_S: np.ndarray, layout: str, shards: int) -> Table:
+    """A line a context shard: its tokens, its attention tiles in all ring steps, and its busiest step."""
+    work = layouts.work(layout, segments_S, shards)
+    local = segments_S[layouts.order(layout, len(segments_S), shards)].reshape(shards, -1)
+    mean = max(1.0, float(work.sum()) / shards)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("context shard", "tokens", "pieces", "attention tiles", "of the mean", "tiles by ring step"):
+        table.add_column(name, justify="right")
+    for shard in range(shards):
+        held = local[shard][local[shard] > 0]
+        tiles = int(work[:, shard].sum())
+        steps = " ".join(str(count) for count in work[:, shard].tolist())
+        table.add_row(
+            str(shard),
+            f"{len(held):,}",
+            str(len(np.unique(held))),
+            f"{tiles:,}",
+            f"{tiles / mean:.2f}",
+            steps,
+        )
+    return table

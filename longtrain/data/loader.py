@@ -1,0 +1,138 @@
+"""Batches on their devices: Grain reads rows ahead, in threads or processes, and the next batch is placed
+early.
+
+No iterator has a state worth saving: the batches from any row on are `Batches(..., first_row=row)`.
+"""
+
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+import grain.python as grain
+import jax
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longtrain.data.rows import RowIndex
+from longtrain.data.rowsource import SEQUENCE_KEYS, RowSource
+from longtrain.errors import DataError
+
+Batch = dict[str, jax.Array]
+
+
+class Batches:
+    """An iterator of global batches, each process loading only the rows that its devices hold.
+
+    A batch has `tokens`, `targets`, `positions`, `segments` (int32) and `weights` (float32), [B, S], sharded
+    over ((data, fsdp), context) and in the layout's order along S, and `row_stats` (uint32 [B, 7], see
+    rowsource.ROW_STATS), sharded over (data, fsdp).
+
+    `next` raises DataError where a row cannot be made, a worker died, or the rows are used up (on all
+    processes at the same batch, whichever rows are theirs). After that, or when done, call `close`.
+    """
+
+    def __init__(
+        self,
+        index: RowIndex,
+        *,
+        mesh: Mesh,
+        layout: str,
+        sequences: int,
+        first_row: int,
+        prefetch: int,
+        workers: int,
+    ):
+        """`sequences`: rows of a batch, over all processes. `prefetch`: batches read ahead. `workers`:
+        processes that read; 0 for threads of this one."""
+        self.mesh = mesh
+        self._index, self._sequences, self._next_row = index, sequences, first_row
+        length = index.sequence_length
+        self._sharding = NamedSharding(mesh, P(("data", "fsdp"), "context"))
+        self._stats_sharding = NamedSharding(mesh, P(("data", "fsdp")))
+        held = self._sharding.addressable_devices_indices_map((sequences, length)).values()
+        rows_held = [range(sequences)[index[0]] for index in held if index is not None]
+        self._places = sorted(set().union(*rows_held))
+        source = RowSource(index, layout, mesh.shape["context"], first_row, sequences, tuple(self._places))
+        self._rows = _read_ahead(source, prefetch * len(self._places), workers)
+        self._placer = ThreadPoolExecutor(1, thread_name_prefix="place-batch")
+        self._placed: Future[Batch] = self._placer.submit(self._place_next)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self._placed.result()
+        self._placed = self._placer.submit(self._place_next)
+        return batch
+
+    def close(self) -> None:
+        """End the threads and processes; may be called more than once."""
+        self._placer.shutdown(wait=True, cancel_futures=True)
+        if self._rows is not None:
+            self._rows.close()
+        self._rows = None  # Grain's iterators complain when the interpreter ends with one still alive
+
+    def _place_next(self) -> Batch:
+        self._index.check(self._next_row, self._sequences)
+        try:
+            rows = {place: next(self._rows) for place in self._places}
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"the data loader failed: {error}") from error
+        self._next_row += self._sequences
+        shape = (self._sequences, self._index.sequence_length)
+        batch = {name: _place(rows, name, shape, self._sharding) for name in SEQUENCE_KEYS}
+        stats = next(iter(rows.values()))["row_stats"].shape
+        batch["row_stats"] = _place(rows, "row_stats", (self._sequences, *stats), self._stats_sharding)
+        return batch
+
+
+def _place(rows: dict[int, Any], name: str, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """The global array of which this process's devices get their part of `rows` (by place in the batch)."""
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # jax asks for parts of the devices of this process alone
+        return np.stack([rows[place][name][index[1]] for place in range(*index[0].indices(shape[0]))])
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _read_ahead(source: RowSource, rows: int, workers: int) -> grain.DatasetIterator:
+    """The items of `source` in order, with `rows` of them made ahead."""
+    dataset = grain.MapDataset.source(source)
+    if workers == 0:
+        threads = min(rows, os.cpu_count() or 1)
+        return iter(
+            dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=rows))
+        )
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # Grain hands absl's flags to its processes; nothing here uses them
+    options = grain.MultiprocessingOptions(
+        num_workers=workers, per_worker_buffer_size=math.ceil(rows / workers)
+    )
+    one_at_a_time = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    return iter(one_at_a_time.mp_prefetch(options, worker_init_fn=_start_worker))
+
+
+def _start_worker(*_: int) -> None:
+    """In a worker process: leave signals to the parent, which closes the workers, and end with it if it is
+    killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def end_with_parent(sentinel: int = parent.sentinel) -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()

@@ -1,0 +1,55 @@
+"""The random-access source the loader reads: a batch's rows in the layout's order, with their statistics.
+
+Numpy only: worker processes import this and build the row index anew, and never touch a device.
+"""
+
+import dataclasses
+import sys
+
+import numpy as np
+
+from longtrain import layout as layouts
+from longtrain.data.hashing import LIMBS, hash_row, to_limbs
+from longtrain.data.rows import Row, RowIndex
+
+SEQUENCE_KEYS = ("tokens", "targets", "positions", "segments", "weights")
+ROW_STATS = LIMBS + 3
+"""`row_stats` of a row, uint32 [7]: its hash as four 16-bit limbs, the low one first (they add up over rows,
+see hashing.from_limbs); its pieces of documents; the busiest shard's attention tiles, summed over ring steps;
+and all shards' tiles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSource:
+    """Item i is the i-th row that this process needs, counted on over batches.
+
+    Batch b (from 0) is rows first_row + b * sequences and on; this process needs those at `places` of each,
+    ascending.
+    """
+
+    index: RowIndex
+    layout: str
+    shards: int
+    first_row: int
+    sequences: int
+    places: tuple[int, ...]
+
+    def __len__(self) -> int:
+        if self.index.rows is None:
+            return sys.maxsize
+        return max(0, self.index.rows - self.first_row) // self.sequences * len(self.places)
+
+    def __getitem__(self, item: int) -> dict[str, np.ndarray]:
+        batch, place = divmod(item, len(self.places))
+        number = self.first_row + batch * self.sequences + self.places[place]
+        row = self.index.row(number)
+        order_S = layouts.order(self.layout, self.index.sequence_length, self.shards)
+        arrays = {name: getattr(row, name)[order_S] for name in SEQUENCE_KEYS}
+        return arrays | {"row_stats": row_stats(number, row, self.layout, self.shards)}
+
+
+def row_stats(number: int, row: Row, layout: str, shards: int) -> np.ndarray:
+    """What is counted of row `number` for the metrics: uint32 [7], as ROW_STATS says."""
+    work = layouts.work(layout, row.segments, shards)
+    hashed = to_limbs(hash_row(number, row.tokens, row.targets, row.positions, row.segments, row.weights))
+    return np.array([*hashed, len(row.pieces), work.max(axis=1).sum(), work.sum()], np.uint32)
