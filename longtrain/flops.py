@@ -26,18 +26,18 @@ def parameters(model: ModelConfig) -> int:
     return matmul_parameters(model) + norms + embedding
 
 
-def step_flops(model: ModelConfig, tokens: float, squared_lengths: float) -> float:
-    """FLOPs of a step, forward and backward, over document pieces.
+def step_flops(model: ModelConfig, piece_lengths: Iterable[int]) -> float:
+    """FLOPs of a step, forward and backward, over document pieces of these lengths; padding is none of them."""
+    lengths = [int(length) for length in piece_lengths]  # Python's: squares of long pieces overflow no int32
+    return flops_of_sums(model, sum(lengths), sum(length * length for length in lengths))
+
+
+def flops_of_sums(model: ModelConfig, tokens: float, squared_lengths: float) -> float:
+    """The same from sums over the pieces.
 
     Args:
-      tokens: sum of the pieces' lengths; padding is none of it.
+      tokens: sum of their lengths.
       squared_lengths: sum of the squares of their lengths.
     """
     heads_width = model.num_heads * model.head_dim
     return 6.0 * matmul_parameters(model) * tokens + 6.0 * model.num_layers * heads_width * squared_lengths
-
-
-def step_flops_of_pieces(model: ModelConfig, piece_lengths: Iterable[int]) -> float:
-    """The same from the lengths themselves."""
-    lengths = [int(length) for length in piece_lengths]  # Python's: squares of long pieces overflow no int32
-    return step_flops(model, sum(lengths), sum(length * length for length in lengths))

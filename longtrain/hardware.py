@@ -34,6 +34,10 @@ class Device:
     link_bandwidth: float
     network_bandwidth: float
 
+    def peak(self, dtype: str) -> float | None:
+        """Dense peak FLOP/s of matrix products computed in `dtype`; None where the vendor publishes none."""
+        return self.peak_flops.get(dtype)
+
 
 # The network figure of the NVIDIA kinds is one adapter a GPU, as in the vendor's own systems: 200 Gbit/s
 # (ConnectX-6) beside A100, 400 Gbit/s (ConnectX-7) beside Hopper and Blackwell. A TPU "device" is a chip.

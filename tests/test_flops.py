@@ -20,16 +20,16 @@ def model(preset: str) -> ModelConfig:
 
 @pytest.mark.parametrize("length", [1, 8192, 262_144, 1_048_576])
 def test_llama3_8b_costs_what_the_design_says(length: int):
-    per_token = flops.step_flops_of_pieces(model("llama3_8b"), [length]) / length
+    per_token = flops.step_flops(model("llama3_8b"), [length]) / length
     assert per_token == pytest.approx(4.503e10 + 7.864e5 * length, rel=1e-4)
 
 
 def test_a_packed_row_costs_what_its_pieces_cost():
     llama = model("llama3_8b")
-    packed = flops.step_flops_of_pieces(llama, [3000, 1000, 96])
-    assert packed == sum(flops.step_flops_of_pieces(llama, [length]) for length in (3000, 1000, 96))
-    assert packed == flops.step_flops(llama, 4096, 3000**2 + 1000**2 + 96**2)
-    assert packed < flops.step_flops_of_pieces(llama, [4096])
+    packed = flops.step_flops(llama, [3000, 1000, 96])
+    assert packed == sum(flops.step_flops(llama, [length]) for length in (3000, 1000, 96))
+    assert packed == flops.flops_of_sums(llama, 4096, 3000**2 + 1000**2 + 96**2)
+    assert packed < flops.step_flops(llama, [4096])
 
 
 @pytest.mark.parametrize(
@@ -48,5 +48,5 @@ def test_a_preset_has_the_parameters_it_is_published_with(preset: str, parameter
 def test_a_tied_head_is_computed_like_an_untied_one():
     tied = model("llama3.2_1b")
     untied = tied.model_copy(update={"tie_embeddings": False})
-    assert flops.step_flops(tied, 10, 100) == flops.step_flops(untied, 10, 100)
+    assert flops.flops_of_sums(tied, 10, 100) == flops.flops_of_sums(untied, 10, 100)
     assert flops.parameters(untied) - flops.parameters(tied) == tied.vocab_size * tied.embed_dim

@@ -24,7 +24,12 @@ from longtrain import hardware
 def test_a_device_is_found_by_its_kind_or_name(device_kind: str, name: str, bfloat16: float):
     device = hardware.lookup(device_kind)
     assert device is not None
-    assert (device.name, device.peak_flops["bfloat16"]) == (name, bfloat16)
+    assert (device.name, device.peak("bfloat16")) == (name, bfloat16)
+
+
+def test_a_peak_that_no_data_sheet_has_is_unknown():
+    assert hardware.DEVICES["v5p"].peak("float32") is None
+    assert hardware.DEVICES["H100"].peak("float32") == 67e12
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA L4", "TPU v9"])

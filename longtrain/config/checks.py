@@ -83,7 +83,8 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    """The divisors that a number of devices could be."""
+    return [divisor for divisor in range(1, min(number, 1 << 16) + 1) if number % divisor == 0]
 
 
 def _either_divides(one: int, other: int) -> bool:
