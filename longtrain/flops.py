@@ -27,7 +27,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def step_flops(model: ModelConfig, piece_lengths: Iterable[int]) -> float:
-    """FLOPs of a step, forward and backward, over document pieces of these lengths; padding is none of them."""
+    """FLOPs of a step, forward and backward, over document pieces of these lengths; padding is none."""
     lengths = [int(length) for length in piece_lengths]  # Python's: squares of long pieces overflow no int32
     return flops_of_sums(model, sum(lengths), sum(length * length for length in lengths))
 
