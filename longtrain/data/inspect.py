@@ -84,7 +84,7 @@ def render(
             padding = float(np.mean(segments_S == 0))
             console.print(
                 f"step {found['step']}, row {number} of its batch: {len(segments_S):,} places, "
-                f"{int(np.sum(row['weights'])):,} targets, {len(row['documents'])} pieces, "
+                f"{int(np.sum(row['weights'])):,} targets, {len(row['documents'])} documents, "
                 f"{padding:.1%} padding",
                 markup=False,
             )
@@ -98,7 +98,7 @@ def _documents_table(row: dict[str, Any], decode: Callable[[list[int]], str] | N
     for name in ("source", "document", "start", "end", "tokens"):
         table.add_column(name, justify="left" if name in ("source", "document") else "right", overflow="fold")
     if decode is not None:
-        table.add_column("begins", no_wrap=True, overflow="ellipsis")
+        table.add_column("begins", no_wrap=True, overflow="ellipsis", max_width=40)
     place = 0
     for shown, piece in enumerate(row["documents"]):
         size = piece["end"] - piece["start"]

@@ -135,7 +135,7 @@ class _Request:
             [
                 source.path,
                 source.text_field,
-                *((str(file.path.resolve()), file.size, file.modified_ns) for file in source.files),
+                *((os.path.abspath(file.path), file.size, file.modified_ns) for file in source.files),
             ]
             for source in self.sources
         ]
@@ -297,8 +297,8 @@ def _wait_for(folder: Path, seconds: float) -> None:
     while not (folder / MANIFEST).exists():
         if time.monotonic() > deadline:
             raise DataError(
-                f"process 0 did not prepare {folder} in {seconds:.0f} s: data.prepared_dir and the sources must "
-                "be the same for all processes; or run `data prepare` once beforehand"
+                f"process 0 did not prepare {folder} in {seconds:.0f} s: data.prepared_dir and the sources "
+                "must be the same for all processes; or run `data prepare` once beforehand"
             )
         time.sleep(_POLL_SECONDS)
 

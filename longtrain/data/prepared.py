@@ -76,7 +76,7 @@ class Prepared:
         self.vocab_size: int = self.manifest["tokenizer"]["vocab_size"]
 
     def __reduce__(self) -> tuple[type["Prepared"], tuple[Path]]:
-        return Prepared, (self.folder,)
+        return Prepared, (self.folder.resolve(),)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -93,7 +93,7 @@ class Prepared:
     def name(self, document: int) -> str:
         """A document's name in its source."""
         first, stop = self._name_offsets[document : document + 2]
-        return self._names[first:stop].tobytes().decode()
+        return self._names[first:stop].tobytes().decode(errors="replace")
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the tokens were made with."""

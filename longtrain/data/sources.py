@@ -71,7 +71,7 @@ def list_files(path: str) -> list[SourceFile]:
             ]
         elif glob.has_magic(path) and not os.path.exists(path):
             root = _root_of(path)
-            found = [Path(file) for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
+            found = [Path(file) for file in set(glob.glob(path, recursive=True)) if os.path.isfile(file)]
         elif os.path.isdir(path):
             root = Path(path)
             found = list(_walk(root))

@@ -167,8 +167,7 @@ def _lines(blocks: Iterable[str]) -> Iterator[str]:
     for block in blocks:
         for line in block.split("\n"):
             for start in range(0, len(line), _LONGEST_LINE):
-                # The trainer ends its text at a NUL; byte fallback covers it.
-                yield line[start : start + _LONGEST_LINE].replace("\0", "")
+                yield line[start : start + _LONGEST_LINE]
 
 
 def shortest_unsigned(vocab_size: int) -> np.dtype:
