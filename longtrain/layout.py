@@ -1,7 +1,8 @@
 """The order in which a row's tokens are dealt to the context shards. This module is its one owner.
 
-A row is cut into equal blocks and the blocks are dealt to the `n` shards like cards, back and forth: the first
-round goes to shards 0..n-1, the second to n-1..0, and so on. The three layouts differ in the block alone:
+A row is cut into equal blocks and the blocks are dealt to the `n` shards like cards, back and forth: the
+first round goes to shards 0..n-1, the second to n-1..0, and so on. The three layouts differ in
+the block alone:
 
     contiguous   S / n        one round: shard i holds the i-th stretch of the row
     zigzag       S / 2n       two rounds: shard i holds blocks i and 2n-1-i
@@ -11,12 +12,12 @@ round goes to shards 0..n-1, the second to n-1..0, and so on. The three layouts 
                                                 zigzag      AABBCCDDDDCCBBAA
                                                 dealt       ABCDDCBAABCDDCBA   (a block of 1)
 
-Why it matters: in causal attention late tokens see more than early ones, and a ring moves in lock-step, at the
-pace of its busiest shard. With one document a row, an even number of rounds is balanced exactly. With packed
-documents only small blocks are: every document is then spread over all shards.
+Why it matters: in causal attention late tokens see more than early ones, and a ring moves in lock-step, at
+the pace of its busiest shard. With one document a row, an even number of rounds is balanced exactly. With
+packed documents only small blocks are: every document is then spread over all shards.
 
-Within a shard tokens keep the row's order. The permutation is applied once, by the data loader; nothing after it
-may lean on array indices. Numpy only: data is prepared without jax.
+Within a shard tokens keep the row's order. The permutation is applied once, by the data loader; nothing after
+it may lean on array indices. Numpy only: data is prepared without jax.
 """
 
 import numpy as np
@@ -40,14 +41,15 @@ def resolve(layout: str, *, context: int, strategy: str, packing: str, kernel: s
     if strategy == "ulysses":
         return "contiguous", "ulysses gives every shard whole rows of some heads: balanced in any order"
     rows = "one document a row" if packing == "one" else f"rows packed by {packing}"
-    return "dealt", f"{rows}: dealt in single tiles every shard has equal work, and the {kernel} kernel skips by tile"
+    return "dealt", f"{rows}: dealt in single tiles the shards' work is equal; kernel {kernel} skips by tile"
 
 
 def block(layout: str, sequence_length: int, shards: int) -> int:
     """Tokens of the blocks that `layout` deals.
 
-    The block of `dealt` is the largest divisor of the local length, up to TILE, that gives an even number of rounds
-    (an even number balances one document exactly); where the local length is odd, the largest divisor at all.
+    The block of `dealt` is the largest divisor of the local length, up to TILE, that gives an even number of
+    rounds (an even number balances one document exactly); where the local length is odd, the largest divisor
+    at all.
 
     Raises ValueError, with the numbers, where the row cannot be cut evenly.
     """
@@ -68,10 +70,10 @@ def block(layout: str, sequence_length: int, shards: int) -> int:
 
 
 def order(layout: str, sequence_length: int, shards: int) -> np.ndarray:
-    """The permutation int64 [S]: entry p is the place in the row of the token that the layout puts at place p.
+    """The permutation, int64 [S]: entry p is the place in the row of the token that comes p-th in the layout.
 
-    So `row[order(...)]` is in the layout's order, of which shard i holds the i-th of `shards` equal stretches, and
-    `np.argsort(order(...))` undoes it. Raises ValueError as `block` does.
+    So `row[order(...)]` is in the layout's order, of which shard i holds the i-th of `shards` equal
+    stretches, and `np.argsort(order(...))` undoes it. Raises ValueError as `block` does.
     """
     size = block(layout, sequence_length, shards)
     rounds = np.arange(sequence_length // (size * shards))
@@ -84,11 +86,12 @@ def order(layout: str, sequence_length: int, shards: int) -> np.ndarray:
 def tile(layout: str, sequence_length: int, shards: int) -> int:
     """Tokens along one side of this layout's attention tiles, at most TILE.
 
-    A tile that lies inside one block covers one stretch of the row, and can be skipped exactly. So blocks are split
-    evenly into tiles, and short blocks share a tile only where one alone would be too small to compute well.
+    A tile that lies inside one block covers one stretch of the row, and can be skipped exactly. So blocks are
+    split evenly into tiles, and short blocks share a tile only where one alone would be too small to compute
+    well.
     """
     size = block(layout, sequence_length, shards)
-    if size > TILE // 2:
+    if size >= TILE // 2:
         return -(-size // -(-size // TILE))
     return min(size * (TILE // size), sequence_length // shards)
 
@@ -96,23 +99,25 @@ def tile(layout: str, sequence_length: int, shards: int) -> int:
 def work(layout: str, segments_S: np.ndarray, shards: int) -> np.ndarray:
     """Attention tiles computed for one row: int64 [ring step, shard].
 
-    `segments_S` numbers the row's documents in the row's own order (0 is padding); each document is one stretch. In
-    step t, shard i meets the keys of shard i - t. A ring's pace is the sum over steps of the busiest shard.
+    `segments_S` numbers the row's documents in the row's own order (0 is padding); each document is one
+    stretch. In step t, shard i meets the keys of shard i - t. A ring's pace is the sum over steps of the
+    busiest shard.
     """
     length = len(segments_S)
     size = tile(layout, length, shards)
-    local = order(layout, length, shards).reshape(shards, -1)
-    local = np.pad(local, ((0, 0), (0, -local.shape[1] % size)), constant_values=-1).reshape(shards, -1, size)
+    shard_tokens = order(layout, length, shards).reshape(shards, -1)
+    padded = np.pad(shard_tokens, ((0, 0), (0, -shard_tokens.shape[1] % size)), constant_values=-1)
+    tokens = padded.reshape(shards, -1, size)
 
     segments = np.asarray(segments_S)
     document = np.cumsum(np.diff(segments, prepend=segments[:1]) != 0)
-    real = (local >= 0) & (segments[local] != 0)
-    first = np.where(real, local, length).min(-1)
-    last = np.where(real, local, -1).max(-1)
+    real = (tokens >= 0) & (segments[tokens] != 0)
+    first = np.where(real, tokens, length).min(-1)
+    last = np.where(real, tokens, -1).max(-1)
     filled = last >= 0
 
-    # A tile of queries meets the tiles of keys from the first that reaches its own first document to the last that
-    # begins no later than its own last token; in a shard's ascending order these are neighbours.
+    # A tile of queries meets the tiles of keys from the first that reaches its own first document to the last
+    # that begins no later than its own last token; in a shard's ascending order these are neighbours.
     owner = np.nonzero(filled)[0]
     met = np.zeros((shards, shards), np.int64)
     for source in range(shards):

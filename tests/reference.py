@@ -7,8 +7,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The output and the gradients of sum(out * d_out), and for each the magnitude that an error is measured by:
-    the same sums with every term taken absolutely."""
+    """The output and the gradients of sum(out * d_out), and for each the magnitude that an error is measured
+    by: the same sums with every term taken absolutely.
+    """
 
     values: dict[str, np.ndarray]
     magnitudes: dict[str, np.ndarray]
@@ -18,7 +19,9 @@ def attention(q_BSNH, k_BSKH, v_BSKH, d_out_BSNH, *, positions_BS, segments_BS, 
     """`out`, `dq`, `dk`, `dv` by the contract's mask rule; padding in the inputs may hold anything."""
     positions, segments = np.asarray(positions_BS), np.asarray(segments_BS)
     real = (segments != 0)[:, :, None, None]
-    q, k, v, d_out = (np.where(real, np.asarray(x, np.float64), 0) for x in (q_BSNH, k_BSKH, v_BSKH, d_out_BSNH))
+    q, k, v, d_out = (
+        np.where(real, np.asarray(x, np.float64), 0) for x in (q_BSNH, k_BSKH, v_BSKH, d_out_BSNH)
+    )
     B, S, N, H = q.shape
     K = k.shape[2]
     scale = H**-0.5 if scale is None else scale

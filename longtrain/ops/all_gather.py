@@ -1,11 +1,11 @@
 """All-gather attention: every context shard gathers the keys and values of all shards, then attends once.
 
-The simplest strategy, and the one whose kernel calls are largest. It costs memory (K and V of the whole row, and
-their float32 gradient in the backward pass) and the transfer is not hidden behind compute.
+The simplest strategy, and the one whose kernel calls are largest. It costs memory (K and V of the whole row,
+and their float32 gradient in the backward pass) and the transfer is not hidden behind compute.
 
-Forward: K and V (the key/value heads only) and their tokens are gathered, one kernel call. Backward: K and V are
-gathered again rather than kept, and dK, dV of the whole row are summed over the shards in float32 while each takes
-home its own stretch (reduce-scatter).
+Forward: K and V (the key/value heads only) and their tokens are gathered, one kernel call. Backward: K and V
+are gathered again rather than kept, and dK, dV of the whole row are summed over the shards in float32 while
+each takes home its own stretch (reduce-scatter).
 """
 
 import jax
@@ -23,7 +23,8 @@ def forward(
     kernel: Kernel, axis: str, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, jax.Array]:
     """out_BKGTH and lse_BKGT (float32) of this shard's queries over the keys of all shards."""
-    return kernel.forward(q_BKGTH, *_gather(k_BKTH, v_BKTH, axis), tokens, gather_tokens(tokens, axis))
+    k_BKSH, v_BKSH = _gather(k_BKTH, v_BKTH, axis)
+    return kernel.forward(q_BKGTH, k_BKSH, v_BKSH, tokens, gather_tokens(tokens, axis))
 
 
 def backward(
@@ -38,8 +39,10 @@ def backward(
     tokens: Tokens,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq_BKGTH, dk_BKTH and dv_BKTH of this shard, float32."""
-    arrays = (q_BKGTH, *_gather(k_BKTH, v_BKTH, axis), d_out_BKGTH, lse_BKGT, delta_BKGT)
-    dq_BKGTH, dk_BKSH, dv_BKSH = kernel.backward(*arrays, tokens, gather_tokens(tokens, axis))
+    k_BKSH, v_BKSH = _gather(k_BKTH, v_BKTH, axis)
+    dq_BKGTH, dk_BKSH, dv_BKSH = kernel.backward(
+        q_BKGTH, k_BKSH, v_BKSH, d_out_BKGTH, lse_BKGT, delta_BKGT, tokens, gather_tokens(tokens, axis)
+    )
     d_kv_2BKSH = jnp.stack((dk_BKSH, dv_BKSH))
     dk_BKTH, dv_BKTH = lax.psum_scatter(d_kv_2BKSH, axis, scatter_dimension=SEQUENCE, tiled=True)
     return dq_BKGTH, dk_BKTH, dv_BKTH

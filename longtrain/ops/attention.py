@@ -41,16 +41,16 @@ def attention(
     kernel: str = "auto",
     scale: float | None = None,
 ) -> jax.Array:
-    """Attention of each query over the keys of its own document up to its own position: out_BSNH, in q's dtype.
+    """Attention of each query over its own document's keys up to its own position: out_BSNH, in q's dtype.
 
-    Query i sees key j when their segments are equal and not 0 and positions[i] >= positions[j]. A query that sees
-    nothing (padding, segment 0) gets exactly 0; padding takes part in no gradient, whatever it holds, NaN too.
-    Query head n reads key/value head n // (N / K). Differentiable in q, k and v (reverse mode).
+    Query i sees key j when their segments are equal and not 0 and positions[i] >= positions[j]. A query that
+    sees nothing (padding, segment 0) gets exactly 0; padding takes part in no gradient, whatever it holds,
+    NaN too. Query head n reads key/value head n // (N / K). Differentiable in q, k and v (reverse mode).
 
-    The arrays are global, in the order of `layout` (the answer never depends on it; the speed does). With a mesh (of
-    axes data, fsdp, context, tensor; those it lacks count as 1) they are computed with B over data x fsdp, S over
-    context, N and K over tensor; fewer key/value heads than tensor shards are replicated. `scale` multiplies the
-    scores: 1 / sqrt(H) unless given.
+    The arrays are global, in the order of `layout` (the answer never depends on it; the speed does). With a
+    mesh (of axes data, fsdp, context, tensor; those it lacks count as 1) they are computed with B over data x
+    fsdp, S over context, N and K over tensor; fewer key/value heads than tensor shards are replicated.
+    `scale` multiplies the scores: 1 / sqrt(H) unless given.
 
     Raises ValueError, with the numbers, for arguments that do not fit each other or the mesh.
     """
@@ -92,12 +92,12 @@ def _attention(
     on_shard = functools.partial(_on_shard, call)
     kv_spec = PartitionSpec(rows, sequence, heads)
     if kv_heads < tensor:
-        # All key/value heads are on every tensor shard, which takes the one its query heads read. Their gradients
-        # are summed over the shards by shard_map: in float32, because they go in as float32.
+        # All key/value heads are on every tensor shard, which takes the one its query heads read. Their
+        # gradients are summed over the shards by shard_map: in float32, because they go in as float32.
         kv_spec = PartitionSpec(rows, sequence)
         k_BSKH, v_BSKH = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
         on_shard = functools.partial(_on_replicated_shard, call, tensor // kv_heads)
-    # check_vma is off: its types would want a cast on every loop carry, and the specs name every axis that counts.
+    # With check_vma every loop carry would need a cast to varying; the specs say all that is needed.
     return jax.shard_map(
         on_shard,
         mesh=mesh,
@@ -119,7 +119,7 @@ def _on_replicated_shard(
 def _on_shard(
     call: _Call, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens
 ) -> jax.Array:
-    """One shard's part: heads before sequence, query heads grouped by the key/value head they read, padding blank."""
+    """One shard's part: heads before the sequence, query heads grouped by the key/value head they read."""
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BTNH, k_BTKH, v_BTKH = (_blank_padding(x, tokens) for x in (q_BTNH, k_BTKH, v_BTKH))
@@ -130,7 +130,7 @@ def _on_shard(
 
 
 def _blank_padding(x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
-    """Zeros in place of padding, on the way in and, by its transpose, for gradients on the way back: 0 * NaN is NaN."""
+    """Zeros in place of padding, which may hold NaN; its transpose does the same for gradients."""
     return jnp.where((tokens.segments != 0)[:, :, None, None], x_BTNH, jnp.zeros((), x_BTNH.dtype))
 
 
@@ -138,21 +138,22 @@ def _blank_padding(x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
 def _differentiable(
     call: _Call, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
 ) -> jax.Array:
-    """Attention of a shard, in q's dtype, with its derivative: the whole distributed operation is one rule."""
+    """A shard's attention, in q's dtype, with one derivative rule for the whole distributed operation."""
     return _differentiable_forward(call, q_BKGTH, k_BKTH, v_BKTH, tokens)[0]
 
 
 def _differentiable_forward(
     call: _Call, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, tuple]:
-    # Partial evaluation under jax.checkpoint takes what depends on the tokens alone for known, and would save the
-    # masks of every loop step. The barrier ties them to q.
+    # Partial evaluation under jax.checkpoint takes what depends on the tokens alone for known, and would save
+    # the masks of every loop step. The barrier ties them to q.
     q, k, v, known = lax.optimization_barrier((q_BKGTH, k_BKTH, v_BKTH, tokens))
     k, v = k.astype(q.dtype), v.astype(q.dtype)
     if call.context_axis is None:
         out_BKGTH, lse_BKGT = call.kernel.forward(q, k, v, known, known)
     else:
-        out_BKGTH, lse_BKGT = STRATEGIES[call.strategy].forward(call.kernel, call.context_axis, q, k, v, known)
+        strategy = STRATEGIES[call.strategy]
+        out_BKGTH, lse_BKGT = strategy.forward(call.kernel, call.context_axis, q, k, v, known)
     # Named here, inside the rule: names on the outputs of a custom_vjp are no use to a remat policy.
     out_BKGTH = checkpoint_name(out_BKGTH.astype(q.dtype), SAVED_NAMES[0])
     lse_BKGT = checkpoint_name(lse_BKGT, SAVED_NAMES[1])
@@ -160,15 +161,16 @@ def _differentiable_forward(
 
 
 def _differentiable_backward(call: _Call, residuals: tuple, d_out_BKGTH: jax.Array) -> tuple:
-    # The barrier keeps XLA from merging the backward's transfers of k and v with the forward's, which would keep
-    # every received block alive in between.
+    # The barrier keeps XLA from merging the backward's transfers of k and v with the forward's, which would
+    # keep every received block alive in between.
     q, k, v, tokens, out, lse, d_out = lax.optimization_barrier((*residuals, d_out_BKGTH))
     delta_BKGT = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     arrays = (q, k.astype(q.dtype), v.astype(q.dtype), d_out, lse, delta_BKGT)
     if call.context_axis is None:
         grads = call.kernel.backward(*arrays, tokens, tokens)
     else:
-        grads = STRATEGIES[call.strategy].backward(call.kernel, call.context_axis, *arrays, tokens)
+        strategy = STRATEGIES[call.strategy]
+        grads = strategy.backward(call.kernel, call.context_axis, *arrays, tokens)
     return (*(grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None)
 
 
@@ -188,21 +190,20 @@ def _check(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
     if q_BSNH.ndim != 4 or k_BSKH.ndim != 4 or k_BSKH.shape != v_BSKH.shape:
-        raise ValueError(
-            f"q must be [B, S, N, H] and k, v [B, S, K, H]: got {q_BSNH.shape}, {k_BSKH.shape}, {v_BSKH.shape}"
-        )
+        got = f"{q_BSNH.shape}, {k_BSKH.shape} and {v_BSKH.shape}"
+        raise ValueError(f"q, k and v must be [B, S, N, H], [B, S, K, H] and [B, S, K, H]: got {got}")
     B, S, N, H = q_BSNH.shape
     K = k_BSKH.shape[2]
-    if (B, S, H) != (*k_BSKH.shape[:2], k_BSKH.shape[3]):
+    if k_BSKH.shape != (B, S, K, H):
         raise ValueError(f"q {q_BSNH.shape} and k {k_BSKH.shape} differ in rows, sequence length or head_dim")
     if positions_BS.shape != (B, S) or segments_BS.shape != (B, S):
-        raise ValueError(
-            f"positions {positions_BS.shape} and segments {segments_BS.shape} must both be {(B, S)} as q's rows"
-        )
+        got = f"{positions_BS.shape} and {segments_BS.shape}"
+        raise ValueError(f"positions and segments must be {(B, S)}, one for each of q's tokens: got {got}")
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} key/value heads")
 
-    rows, context, tensor = math.prod(axis_sizes[x] for x in BATCH_AXES), axis_sizes["context"], axis_sizes["tensor"]
+    rows = axis_sizes["data"] * axis_sizes["fsdp"]
+    context, tensor = axis_sizes["context"], axis_sizes["tensor"]
     if B % rows:
         raise ValueError(f"{B} rows are not a multiple of data x fsdp = {rows}")
     if N % tensor:
@@ -213,6 +214,6 @@ def _check(
     if strategy == "ulysses" and local_kv_heads % context:
         legal = ", ".join(str(n) for n in range(1, local_kv_heads + 1) if local_kv_heads % n == 0)
         raise ValueError(
-            f"ulysses deals {local_kv_heads} key/value heads ({K} over tensor = {tensor}) to context = {context} "
-            f"shards, which must divide them: legal are {legal}, or strategy ring or all_gather"
+            f"ulysses deals {local_kv_heads} key/value heads ({K} over tensor = {tensor}) to the {context} "
+            f"shards of context: legal for context are {legal}; or use strategy ring or all_gather"
         )

@@ -1,22 +1,24 @@
 """Ring attention: the keys and values travel round the context shards, the queries stay at home.
 
                   shard  0 1 2 3
-    step 0  holds keys   0 1 2 3        In step t shard i holds the keys of shard i - t. It sends them on to shard
-    step 1               3 0 1 2        i + 1 *before* it computes with them, so that the transfer runs beside the
-    step 2               2 3 0 1        compute. With n shards, n - 1 shifts show every block to every shard.
-    step 3               1 2 3 0
+    step 0  holds keys   0 1 2 3        In step t shard i holds the keys of shard i - t. It sends them on
+    step 1               3 0 1 2        to shard i + 1 *before* it computes with them, so that the transfer
+    step 2               2 3 0 1        runs beside the compute. With n shards, n - 1 shifts show every block
+    step 3               1 2 3 0        to every shard.
 
-Forward: each step gives the attention over its block alone, with the log-sum-exp of its scores; two such results
-merge into the result over both blocks exactly (`merge`). Nothing is kept of a block that has passed, so memory is
-that of the local sequence.
+Forward: each step gives the attention over its block alone, with the log-sum-exp of its scores; two such
+results merge into the result over both blocks exactly (`merge`). Nothing is kept of a block that has passed,
+so memory is that of the local sequence.
 
-Backward: the keys make the same round again, and their gradient follows in float32 one step behind: what the steps
-before have summed for a block moves while the next step computes, and no transfer waits for its own step's compute.
-Every block's sum ends on the shard before its home; one last shift brings it there, the n-th.
+Backward: the keys make the same round again, and their gradient follows in float32 one step behind: what the
+steps before have summed for a block moves while the next step computes, and no transfer waits for its own
+step's compute. Every block's sum ends on the shard before its home; one last shift brings it there, the n-th.
 
-Only the key/value heads travel, K and V in one message. Which tokens a block holds (two int32 each, 8 MB for a
-million tokens) is told to all shards at once ahead of the ring, so that a step is a single message.
+Only the key/value heads travel, K and V in one message. Which tokens a block holds (two int32 each, 8 MB for
+a million tokens) is told to all shards at once ahead of the ring, so that a step is a single message.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +35,17 @@ Result = tuple[jax.Array, jax.Array]
 def forward(
     kernel: Kernel, axis: str, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
 ) -> Result:
-    """This shard's queries over the keys of all shards. For use in shard_map; `axis` is the ring's mesh axis."""
+    """This shard's queries over the keys of all shards. Call in shard_map; `axis` is the ring's mesh axis."""
     shards = lax.axis_size(axis)
     block_tokens = _gather_tokens(tokens, axis)
 
     def attend(step: jax.Array | int, kv_2BKTH: jax.Array) -> Result:
-        return kernel.forward(q_BKGTH, *kv_2BKTH, tokens, block_tokens(step))
+        k_BKTH, v_BKTH = kv_2BKTH
+        return kernel.forward(q_BKGTH, k_BKTH, v_BKTH, tokens, block_tokens(step))
 
-    def shift_and_attend(carry: tuple[jax.Array, Result], step: jax.Array) -> tuple[tuple[jax.Array, Result], None]:
+    Carry = tuple[jax.Array, Result]
+
+    def shift_and_attend(carry: Carry, step: jax.Array) -> tuple[Carry, None]:
         kv_2BKTH, result = carry
         next_kv_2BKTH = _shift(kv_2BKTH, axis)
         return (next_kv_2BKTH, merge(result, attend(step, kv_2BKTH))), None
@@ -67,19 +72,21 @@ def backward(
     block_tokens = _gather_tokens(tokens, axis)
 
     def differentiate(step: jax.Array | int, kv_2BKTH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        arrays = (q_BKGTH, *kv_2BKTH, d_out_BKGTH, lse_BKGT, delta_BKGT)
-        dq_BKGTH, dk_BKTH, dv_BKTH = kernel.backward(*arrays, tokens, block_tokens(step))
+        k_BKTH, v_BKTH = kv_2BKTH
+        dq_BKGTH, dk_BKTH, dv_BKTH = kernel.backward(
+            q_BKGTH, k_BKTH, v_BKTH, d_out_BKGTH, lse_BKGT, delta_BKGT, tokens, block_tokens(step)
+        )
         return dq_BKGTH, jnp.stack((dk_BKTH, dv_BKTH))
 
-    def shift_and_differentiate(
-        carry: tuple[jax.Array, jax.Array, jax.Array], step: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+    Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+    def shift_and_differentiate(carry: Carry, step: jax.Array) -> tuple[Carry, None]:
         kv_2BKTH, d_kv_2BKTH, dq_BKGTH = carry
         next_kv_2BKTH, d_kv_2BKTH = _shift(kv_2BKTH, axis), _shift(d_kv_2BKTH, axis)
         add_dq_BKGTH, add_d_kv_2BKTH = differentiate(step, kv_2BKTH)
         return (next_kv_2BKTH, d_kv_2BKTH + add_d_kv_2BKTH, dq_BKGTH + add_dq_BKGTH), None
 
-    # The first step has no gradient to shift yet and the last no keys to shift any more: neither is in the loop.
+    # The first step has no gradient to shift yet and the last no more keys: they are outside the loop.
     kv_2BKTH = jnp.stack((k_BKTH, v_BKTH))
     next_kv_2BKTH = _shift(kv_2BKTH, axis)
     dq_BKGTH, d_kv_2BKTH = differentiate(0, kv_2BKTH)
@@ -96,8 +103,8 @@ def backward(
 def merge(x: Result, y: Result) -> Result:
     """Attention over two disjoint sets of keys, from the attention over each.
 
-    The greater log-sum-exp is subtracted first, so nothing overflows; rows that saw nothing (out 0, lse UNSEEN) add
-    nothing, and change no bit of the other side.
+    The greater log-sum-exp is subtracted first, so nothing overflows; rows that saw nothing (out 0, lse
+    UNSEEN) add nothing, and change no bit of the other side.
     """
     (out_x, lse_x), (out_y, lse_y) = x, y
     peak = jnp.maximum(lse_x, lse_y)
@@ -113,7 +120,7 @@ def _shift(x: jax.Array, axis: str) -> jax.Array:
     return lax.ppermute(x, axis, [(i, (i + 1) % shards) for i in range(shards)])
 
 
-def _gather_tokens(tokens: Tokens, axis: str):
+def _gather_tokens(tokens: Tokens, axis: str) -> Callable[[jax.Array | int], Tokens]:
     """A function of the step: the tokens whose keys this shard then holds."""
     everyones = Tokens(*(lax.all_gather(x, axis) for x in tokens))
     me, shards = lax.axis_index(axis), lax.axis_size(axis)

@@ -1,14 +1,14 @@
 """Which pairs of tokens see each other, and which tiles of such pairs are worth computing.
 
-The rule of the mask: query i sees key j when their segments are equal and not 0, and position i >= position j. It is
-read from the tokens' own segments and positions, never from array indices, so any order of the tokens is right.
+The rule of the mask: query i sees key j when their segments are equal and not 0, and position i >= position
+j. It is read from the tokens' own segments and positions, never from array indices, so any order of the
+tokens is right.
 
-Scores are computed tile by tile. From the least and greatest token of each tile, a pair of tiles is one of
-- full: every query sees every key, no mask needed;
-- empty: no query sees any key, never computed;
-- partial: anything else, masked element by element.
-For any input "full" and "empty" are certain, and "partial" is always safe. For tiles that cover one stretch of a
-row (which the layouts arrange) the three are also exact: a pair called partial has a visible pair in it.
+Scores are computed tile by tile. From the least and greatest token of each tile, a pair of tiles is one of -
+full: every query sees every key, no mask needed; - empty: no query sees any key, never computed; - partial:
+anything else, masked element by element. For any input "full" and "empty" are certain, and "partial" is
+always safe. For tiles that cover one stretch of a row (which the layouts arrange) the three are also exact: a
+pair called partial has a visible pair in it.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,9 @@ class Tokens(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest real token of each tile, ordered by segment, then position. All int32 [..., tile]."""
+    """The least and the greatest real token of each tile, ordered by segment, then position. All int32 [...,
+    tile].
+    """
 
     first_segment: jax.Array
     first_position: jax.Array
@@ -82,7 +84,7 @@ class Visits(NamedTuple):
 
 
 def visits(q: Bounds, kv: Bounds) -> Visits:
-    """The visits of one tile of queries (bounds of shape []) to all tiles of keys (bounds of shape [tiles])."""
+    """The visits of one tile of queries (bounds of shape []) to all tiles of keys (shape [tiles])."""
     is_full, is_empty = full(q, kv), empty(q, kv)
     tiles = jnp.argsort(jnp.where(is_full, 0, jnp.where(is_empty, 2, 1)))
     return Visits(tiles, is_full.sum(dtype=jnp.int32), (~is_empty).sum(dtype=jnp.int32))
@@ -97,5 +99,6 @@ def bias(rows: Tokens, columns: Tokens, *, queries: str) -> jax.Array:
     column_position, column_segment = (x[None, :] for x in columns)
     later = row_position >= column_position if queries == "rows" else column_position >= row_position
     seen = (row_segment == column_segment) & (row_segment != 0) & later
-    # Without the barrier XLA redoes the comparisons for every head inside the exponential: up to 1.6x the time.
+    # Without the barrier XLA redoes the comparisons for every head inside the exponential: up to 1.6x the
+    # time.
     return jax.lax.optimization_barrier(jnp.where(seen, jnp.float32(0), jnp.float32(MASKED)))

@@ -1,12 +1,12 @@
 """Ulysses attention: an all-to-all turns shards of the sequence into shards of the heads, and back.
 
-Each context shard then attends over whole rows for its share of the key/value heads (and their query heads), so no
-layout is needed for balance. At most as many shards as there are key/value heads on a tensor shard, and all four
-transfers of a training step stand between computes.
+Each context shard then attends over whole rows for its share of the key/value heads (and their query heads),
+so no layout is needed for balance. At most as many shards as there are key/value heads on a tensor shard, and
+all four transfers of a training step stand between computes.
 
-Forward: q, k and v go out in one all-to-all, out comes back in another. Backward: q, k, v and the gradient of out
-(and delta, float32) go out; dq, dk and dv, each already the sum over all it has to be summed over, come back in
-float32.
+Forward: q, k and v go out in one all-to-all, out comes back in another. Backward: q, k, v and the gradient of
+out (and delta, float32) go out; dq, dk and dv, each already the sum over all it has to be summed over, come
+back in float32.
 """
 
 import jax
@@ -46,9 +46,18 @@ def backward(
     row_tokens = gather_tokens(tokens, axis)
     arrays = jnp.concatenate((q_BKGTH, d_out_BKGTH, k_BKTH[:, :, None], v_BKTH[:, :, None]), axis=2)
     q_BKGSH, d_out_BKGSH, kv_BK2SH = jnp.split(_to_heads(arrays, axis), (group, 2 * group), axis=2)
-    lse_BKGS, delta_BKGS = _to_heads(jnp.stack((lse_BKGT, delta_BKGT), axis=-1), axis).transpose(4, 0, 1, 2, 3)
+    lse_BKGS, delta_BKGS = _to_heads(jnp.stack((lse_BKGT, delta_BKGT), axis=-1), axis).transpose(
+        4, 0, 1, 2, 3
+    )
     dq_BKGSH, dk_BKSH, dv_BKSH = kernel.backward(
-        q_BKGSH, kv_BK2SH[:, :, 0], kv_BK2SH[:, :, 1], d_out_BKGSH, lse_BKGS, delta_BKGS, row_tokens, row_tokens
+        q_BKGSH,
+        kv_BK2SH[:, :, 0],
+        kv_BK2SH[:, :, 1],
+        d_out_BKGSH,
+        lse_BKGS,
+        delta_BKGS,
+        row_tokens,
+        row_tokens,
     )
     grads = _to_sequence(jnp.concatenate((dq_BKGSH, dk_BKSH[:, :, None], dv_BKSH[:, :, None]), axis=2), axis)
     return grads[:, :, :group], grads[:, :, group], grads[:, :, group + 1]

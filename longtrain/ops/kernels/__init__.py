@@ -1,5 +1,5 @@
-"""Block kernels: attention of a block of queries over a block of keys, on one device. The one place where platforms
-differ.
+"""Block kernels: attention of a block of queries over a block of keys, on one device. The one place where
+platforms differ.
 
 Every kernel is a module with two functions of this shape (dims: B rows, K key/value heads, G query heads per
 key/value head, T queries, S keys, H head_dim):
@@ -9,10 +9,10 @@ key/value head, T queries, S keys, H head_dim):
     backward(q_BKGTH, k_BKSH, v_BKSH, d_out_BKGTH, lse_BKGT, delta_BKGT, q_tokens, kv_tokens, *, scale, tile)
         -> dq_BKGTH, dk_BKSH, dv_BKSH
 
-All results are float32, and so are lse and delta; q, k, v and d_out share the compute dtype. `forward` is a softmax
-over this block of keys alone: a row that sees none of them gives out 0 and lse `tiles.UNSEEN`. `backward` is given
-the log-sum-exp over *all* keys, and delta = sum over H of out * d_out, so that the gradients of several blocks of
-keys simply add up. Tokens of segment 0 must hold finite numbers.
+All results are float32, and so are lse and delta; q, k, v and d_out share the compute dtype. `forward` is a
+softmax over this block of keys alone: a row that sees none of them gives out 0 and lse `tiles.UNSEEN`.
+`backward` is given the log-sum-exp over *all* keys, and delta = sum over H of out * d_out, so that the
+gradients of several blocks of keys simply add up. Tokens of segment 0 must hold finite numbers.
 """
 
 import dataclasses

@@ -1,15 +1,17 @@
 """Blockwise attention in plain jax.numpy: runs on every platform, and made to be fast on CPU.
 
-One loop over tiles of queries; within it one loop over the tiles of keys they fully see and one over those they
-partly see, with trip counts that depend on the data, so that empty tiles cost nothing. The G query heads of a
-key/value head are folded into the rows of a tile (R = G * tile), so that k and v are never repeated.
+One loop over tiles of queries; within it one loop over the tiles of keys they fully see and one over those
+they partly see, with trip counts that depend on the data, so that empty tiles cost nothing. The G query heads
+of a key/value head are folded into the rows of a tile (R = G * tile), so that k and v are never repeated.
 
-What makes it fast on XLA:CPU (measured): no matrix product has a transposed left operand (3 to 5 times slower, and
-a run-time failure in bfloat16). The forward therefore works on scores [R, keys] and the backward on their transpose
-[keys, R], with dQ accumulated transposed. And masks are added, not selected: see `tiles.bias`.
+What makes it fast on XLA:CPU (measured): no matrix product has a transposed left operand (3 to 5 times
+slower, and a run-time failure in bfloat16). The forward therefore works on scores [R, keys] and the backward
+on their transpose [keys, R], with dQ accumulated transposed. And masks are added, not selected: see
+`tiles.bias`.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ from jax import lax
 
 from longtrain.ops import tiles
 from longtrain.ops.tiles import Tokens
+
+Arrays = tuple[jax.Array, ...]
 
 
 def forward(
@@ -37,14 +41,14 @@ def forward(
     B, K, G, T, H = q_BKGTH.shape
     R = G * tile
 
-    def query_tile(index: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def query_tile(index: jax.Array, results: Arrays) -> Arrays:
         out_BKGTH, lse_BKGT = results
         b, i = index // (T // tile), index % (T // tile)
         q_KRH = _take(q_BKGTH, b, i, 3, tile).reshape(K, R, H)
         rows = Tokens(*(_take(x, b, i, 1, tile) for x in q_tokens))
         visits = tiles.visits(_row(q_bounds, b, i), _row(kv_bounds, b))
 
-        def key_tile(n: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+        def key_tile(n: jax.Array, carry: Arrays, masked: bool) -> Arrays:
             sum_KRH, total_KR, peak_KR = carry
             j = visits.tiles[n]
             k_KSH, v_KSH = _take(k_BKSH, b, j, 2, tile), _take(v_BKSH, b, j, 2, tile)
@@ -60,15 +64,15 @@ def forward(
             add_KRH = _dot("krs,ksh->krh", weights_KRS.astype(v_KSH.dtype), v_KSH)
             return sum_KRH * shrink_KR[..., None] + add_KRH, total_KR, new_peak_KR
 
-        # The peak starts at UNSEEN, far above a masked score: a row that has seen nothing yet sums exact zeros.
-        carry = (jnp.zeros((K, R, H)), jnp.zeros((K, R)), jnp.full((K, R), tiles.UNSEEN))
+        # The peak starts at UNSEEN, far above any masked score: a row that has seen nothing sums exact zeros.
+        carry = (_zeros(K, R, H), _zeros(K, R), jnp.full((K, R), tiles.UNSEEN, jnp.float32))
         sum_KRH, total_KR, peak_KR = _visit(visits, key_tile, carry)
         total_KR = jnp.where(total_KR == 0, 1, total_KR)
         out_KGTH = (sum_KRH / total_KR[..., None]).reshape(K, G, tile, H)
         lse_KGT = (peak_KR + jnp.log(total_KR)).reshape(K, G, tile)
         return _put(out_BKGTH, out_KGTH, b, i, 3, tile), _put(lse_BKGT, lse_KGT, b, i, 3, tile)
 
-    results = (jnp.zeros((B, K, G, T, H)), jnp.zeros((B, K, G, T)))
+    results = (_zeros(B, K, G, T, H), _zeros(B, K, G, T))
     out_BKGTH, lse_BKGT = lax.fori_loop(0, B * (T // tile), query_tile, results)
     return out_BKGTH[:, :, :, :length], lse_BKGT[:, :, :, :length]
 
@@ -99,7 +103,7 @@ def backward(
     # Transposed once, here: the barrier keeps XLA from folding the transpose into each product.
     k_BKHS = lax.optimization_barrier(k_BKSH.swapaxes(2, 3))
 
-    def query_tile(index: jax.Array, grads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def query_tile(index: jax.Array, grads: Arrays) -> Arrays:
         dq_BKHGT, dk_BKSH, dv_BKSH = grads
         b, i = index // (T // tile), index % (T // tile)
         q_KRH, d_out_KRH = (_take(x, b, i, 3, tile).reshape(K, R, H) for x in (q_BKGTH, d_out_BKGTH))
@@ -107,10 +111,11 @@ def backward(
         columns = Tokens(*(_take(x, b, i, 1, tile) for x in q_tokens))
         visits = tiles.visits(_row(q_bounds, b, i), _row(kv_bounds, b))
 
-        def key_tile(n: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+        def key_tile(n: jax.Array, carry: Arrays, masked: bool) -> Arrays:
             dq_KHR, dk_BKSH, dv_BKSH = carry
             j = visits.tiles[n]
-            k_KSH, v_KSH, k_KHS = (_take(x, b, j, s, tile) for x, s in ((k_BKSH, 2), (v_BKSH, 2), (k_BKHS, 3)))
+            k_KSH, v_KSH = _take(k_BKSH, b, j, 2, tile), _take(v_BKSH, b, j, 2, tile)
+            k_KHS = _take(k_BKHS, b, j, 3, tile)
             scores_KSR = _dot("ksh,krh->ksr", k_KSH, q_KRH) * scale
             if masked:
                 rows = Tokens(*(_take(x, b, j, 1, tile) for x in kv_tokens))
@@ -124,19 +129,23 @@ def backward(
             dq_KHR = dq_KHR + _dot("khs,ksr->khr", k_KHS, d_scores_KSR)
             return dq_KHR, _add(dk_BKSH, dk_KSH, b, j, tile), _add(dv_BKSH, dv_KSH, b, j, tile)
 
-        dq_KHR, dk_BKSH, dv_BKSH = _visit(visits, key_tile, (jnp.zeros((K, H, R)), dk_BKSH, dv_BKSH))
+        dq_KHR, dk_BKSH, dv_BKSH = _visit(visits, key_tile, (_zeros(K, H, R), dk_BKSH, dv_BKSH))
         return _put(dq_BKHGT, dq_KHR.reshape(K, H, G, tile), b, i, 4, tile), dk_BKSH, dv_BKSH
 
-    grads = (jnp.zeros((B, K, H, G, T)), jnp.zeros(k_BKSH.shape), jnp.zeros(v_BKSH.shape))
+    grads = (_zeros(B, K, H, G, T), _zeros(*k_BKSH.shape), _zeros(*v_BKSH.shape))
     dq_BKHGT, dk_BKSH, dv_BKSH = lax.fori_loop(0, B * (T // tile), query_tile, grads)
     dq_BKGTH = dq_BKHGT.transpose(0, 1, 3, 4, 2)[:, :, :, :length]
     return dq_BKGTH * scale, dk_BKSH[:, :, :kv_length] * scale, dv_BKSH[:, :, :kv_length]
 
 
-def _visit(visits: tiles.Visits, key_tile, carry):
-    """Runs `key_tile(n, carry, masked)` over the visits: the full tiles without a mask, then the partial ones."""
+def _visit(visits: tiles.Visits, key_tile: Callable[..., Arrays], carry: Arrays) -> Arrays:
+    """Runs `key_tile(n, carry, masked)` over the full tiles without a mask, then over the partial ones."""
     carry = lax.fori_loop(0, visits.full, functools.partial(key_tile, masked=False), carry)
     return lax.fori_loop(visits.full, visits.stop, functools.partial(key_tile, masked=True), carry)
+
+
+def _zeros(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.float32)
 
 
 def _dot(expression: str, x: jax.Array, y: jax.Array) -> jax.Array:
