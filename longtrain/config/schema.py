@@ -295,7 +295,7 @@ class OptimizerConfig(Section):
     )
     learning_rate: Positive = Field(description="Learning rate at its peak.")
     warmup_steps: CountOrZero = Field(
-        0, description="Steps in which the rate rises linearly from 0 to its peak."
+        0, description="Steps in which the rate rises linearly to its peak, from one such part of it."
     )
     decay: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine",
@@ -412,7 +412,7 @@ class CommunicationConfig(Section):
 class MetricsConfig(Section):
     """What is written while training."""
 
-    log_every: Count = Field(10, description="Steps from a line of metrics.jsonl to the next.")
+    log_every: Count = Field(1, description="Steps from a line of metrics.jsonl to the next.")
     tensorboard: bool = Field(
         True, description="Whether the same numbers are written as TensorBoard event files."
     )

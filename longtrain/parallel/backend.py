@@ -1,8 +1,8 @@
 """Which library carries the collectives, as XLA flags of the installed jaxlib. No jax is imported here.
 
 The flags act only on GPUs and must be in the environment before JAX starts. What each jaxlib does with them was read
-from compiled programs: up to 0.10.1 the NVSHMEM flag puts every CollectivePermute on NVSHMEM; 0.10.2 accepts the flag and
-ignores it; from 0.11 on it is unknown and ends the process. Its successor there is one-sided NCCL on symmetric memory.
+from compiled programs: up to 0.10.1 the NVSHMEM flag puts every CollectivePermute on NVSHMEM; 0.10.2 accepts the flag
+and ignores it; from 0.11 on it is unknown and ends the process. Its successor is one-sided NCCL on symmetric memory.
 """
 
 from longtrain.errors import ConfigError, Problem
@@ -32,7 +32,8 @@ def flags(backend: str, jaxlib: Version, *, simulated: bool) -> list[str]:
         if not NVSHMEM_FIRST <= jaxlib <= NVSHMEM_LAST:
             raise refuse(
                 f"jaxlib {installed} cannot put collectives on NVSHMEM (0.6.2 to 0.10.1 can; 0.10.2 ignores the flag, "
-                "later ones abort on it); legal here: auto, nccl" + (", nccl_symmetric" if jaxlib >= SYMMETRIC_FIRST else "")
+                "later ones abort on it); legal here: auto, nccl"
+                + (", nccl_symmetric" if jaxlib >= SYMMETRIC_FIRST else "")
             )
         return ["--xla_gpu_experimental_enable_nvshmem=true"]
     if backend == "nccl_symmetric":
