@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Documents:
-    """A rows.Corpus of documents of given lengths. Token t of document d is 1000 d + t + 1: each says where it is from."""
+    """A rows.Corpus of given lengths. Token t of document d is 1000 d + t + 1, so that each says where it is from."""
 
     def __init__(self, lengths: Sequence[int], source_of: Sequence[int] | None = None):
         self.lengths = np.array(lengths, np.int64)

@@ -69,6 +69,6 @@ def test_keys_and_shuffles_are_fixed():
     assert key(1, -1) == state
     order = shuffled(1000, 5, 6)
     assert sorted(order.tolist()) == list(range(1000))
-    assert order[:4].tolist() == sorted(
-        range(1000), key=lambda i: mix64(key(5, 6) ^ (i + 0x9E3779B97F4A7C15) % WORD)
-    )[:4]
+    assert (
+        order[:4].tolist() == sorted(range(1000), key=lambda i: mix64(key(5, 6) ^ (i + 0x9E3779B97F4A7C15) % WORD))[:4]
+    )

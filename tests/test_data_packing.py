@@ -80,9 +80,9 @@ def test_concat_runs_on_over_the_epochs_border():
     packing = pack("concat", np.array([5, 6]), 8, seed_key=0)
     stream = [piece for row in range(11) for piece in packing.row(row)]  # 88 tokens: 8 epochs of 11
     assert all(sum(end - start for _, start, end in packing.row(row)) == 8 for row in range(11))
-    assert Counter(
-        (document, token) for document, start, end in stream for token in range(start, end)
-    ) == Counter({(document, token): 8 for document, length in enumerate((5, 6)) for token in range(length)})
+    assert Counter((document, token) for document, start, end in stream for token in range(start, end)) == Counter(
+        {(document, token): 8 for document, length in enumerate((5, 6)) for token in range(length)}
+    )
 
 
 def test_rows_of_long_documents_do_not_cluster():

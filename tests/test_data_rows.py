@@ -105,7 +105,9 @@ def test_held_out_documents_stay_held_out_over_three_epochs(packing):
     for split in ("train", "eval"):
         index = index_of(lengths, packing, 13, split=split, eval_fraction=0.1)
         rows = rows_of(index, 3 * index.rows_per_epoch)
-        seen[split] = Counter(piece.document for row in rows for piece in row.pieces for _ in range(piece.end - piece.start))
+        seen[split] = Counter(
+            piece.document for row in rows for piece in row.pieces for _ in range(piece.end - piece.start)
+        )
     assert len(seen["train"]) == 90
     assert len(seen["eval"]) == 10
     assert not seen["train"].keys() & seen["eval"].keys()
@@ -188,9 +190,7 @@ def test_in_a_mixture_each_source_has_epochs_of_its_own():
 
 def test_a_mixture_without_repeat_ends_with_its_first_source():
     documents = Documents([10] * 30, [0] * 10 + [1] * 20)
-    index = RowIndex(
-        documents, packing="one", sequence_length=10, seed=0, weights=[1.0, 3.0], repeat=False
-    )
+    index = RowIndex(documents, packing="one", sequence_length=10, seed=0, weights=[1.0, 3.0], repeat=False)
     assert 26 <= index.rows <= 28  # 20 rows of the source with three quarters of the weight
     counts = Counter(index.row(row).pieces[0].document for row in range(index.rows))
     assert set(counts.values()) == {1}

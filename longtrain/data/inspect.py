@@ -69,9 +69,7 @@ def inspect(index: RowIndex, *, step: int, sequences: int, first_row: int | None
     return {"step": step, "rows": rows}
 
 
-def render(
-    found: dict[str, Any], *, layout: str, shards: int, decode: Callable[[list[int]], str] | None = None
-) -> str:
+def render(found: dict[str, Any], *, layout: str, shards: int, decode: Callable[[list[int]], str] | None = None) -> str:
     """What `inspect` found, for people: each row's documents, padding, and each context shard's share of the
     work.
 

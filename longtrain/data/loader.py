@@ -110,14 +110,10 @@ def _read_ahead(source: RowSource, rows: int, workers: int) -> grain.DatasetIter
     dataset = grain.MapDataset.source(source)
     if workers == 0:
         threads = min(rows, os.cpu_count() or 1)
-        return iter(
-            dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=rows))
-        )
+        return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=rows)))
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain hands absl's flags to its processes; nothing here uses them
-    options = grain.MultiprocessingOptions(
-        num_workers=workers, per_worker_buffer_size=math.ceil(rows / workers)
-    )
+    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=math.ceil(rows / workers))
     one_at_a_time = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return iter(one_at_a_time.mp_prefetch(options, worker_init_fn=_start_worker))
 

@@ -102,9 +102,7 @@ class PackedPieces:
     has the same number of rows.
     """
 
-    def __init__(
-        self, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], row_of_slot_P: np.ndarray, seed_key: int
-    ):
+    def __init__(self, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], row_of_slot_P: np.ndarray, seed_key: int):
         """`pieces` as `cut` gives them; `row_of_slot_P`: a slot's row, slots in falling order of length."""
         self._document_P, self._start_P, self._length_P = pieces
         self._key = seed_key

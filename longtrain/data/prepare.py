@@ -91,17 +91,13 @@ class _Source:
     def documents(self, skipped: sources.Skipped) -> Iterator[sources.Document]:
         for file in self.files:
             # Nobody chose the files of the standard library, so one that is not text is no reason to stop.
-            yield from sources.read(
-                file, self.text_field, skipped, keep_going=self.path == sources.PYTHON_STDLIB
-            )
+            yield from sources.read(file, self.text_field, skipped, keep_going=self.path == sources.PYTHON_STDLIB)
 
 
 class _Request:
     """What a config asks to be prepared: the sources as they are now, the tokenizer, and what it adds."""
 
-    def __init__(
-        self, found: list[_Source], tokenizer: Tokenizer | None, training: dict[str, Any], added: dict
-    ):
+    def __init__(self, found: list[_Source], tokenizer: Tokenizer | None, training: dict[str, Any], added: dict):
         """`tokenizer`: None where it is to be trained, as `training` says."""
         self.sources, self.tokenizer, self.training, self.added = found, tokenizer, training, added
         self._asked: dict[str, Any] | None = None
@@ -123,10 +119,7 @@ class _Request:
                 if getattr(data, f"add_{key}") and id is None:
                     message = f"must be false: the tokenizer {data.tokenizer} has no {piece} piece"
                     raise ConfigError([Problem(f"data.add_{key}", True, message)])
-        found = [
-            _Source(source.path, source.text_field, sources.list_files(source.path))
-            for source in data.sources
-        ]
+        found = [_Source(source.path, source.text_field, sources.list_files(source.path)) for source in data.sources]
         return _Request(found, tokenizer, training, {"add_bos": data.add_bos, "add_eos": data.add_eos})
 
     def look(self) -> str:
@@ -215,6 +208,7 @@ def _tokenize(request: _Request, tokenizer: Tokenizer, folder: Path, log: Log) -
         for batch in _batches(request.documents(skipped)):
             texts = [document.text for _, document in batch]
             ids = tokenizer.encode_all(texts)
+            made = 0
             for (number, document), tokens, back in zip(batch, ids, tokenizer.decode_all(ids), strict=True):
                 if back != document.text:
                     inexact.append(document.name)
@@ -223,13 +217,10 @@ def _tokenize(request: _Request, tokenizer: Tokenizer, folder: Path, log: Log) -
                     writer.add(whole, number, document.name)
                 else:
                     skipped.empty += 1
-            progress.advance(
-                sum(len(text.encode()) for text in texts), len(batch), sum(len(tokens) for tokens in ids)
-            )
+                made += len(whole)
+            progress.advance(sum(len(text.encode()) for text in texts), len(batch), made)
         if not progress.documents:
-            raise DataError(
-                f"no document with text in {', '.join(source.path for source in request.sources)}"
-            )
+            raise DataError(f"no document with text in {', '.join(source.path for source in request.sources)}")
         counts = {
             "text_bytes": progress.bytes,
             "skipped": dataclasses.asdict(skipped),
@@ -332,9 +323,7 @@ def _disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"data.prepared_dir = {root}: {error.filename or root}: {error.strerror or error}"
-        ) from error
+        raise DataError(f"data.prepared_dir = {root}: {error.filename or root}: {error.strerror or error}") from error
 
 
 def _sizes(manifest: dict[str, Any]) -> str:

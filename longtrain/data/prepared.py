@@ -55,17 +55,11 @@ class Prepared:
             tables = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in _TABLES}
             names = np.memmap(self.folder / "names.bin", np.uint8, "r")
             dtype = np.dtype(self.manifest["dtype"])
-            self._shards = [
-                np.memmap(self.folder / shard["file"], dtype, "r") for shard in self.manifest["shards"]
-            ]
+            self._shards = [np.memmap(self.folder / shard["file"], dtype, "r") for shard in self.manifest["shards"]]
         except OSError as error:
-            raise DataError(
-                f"prepared data: {error.filename or self.folder}: {error.strerror or error}"
-            ) from error
+            raise DataError(f"prepared data: {error.filename or self.folder}: {error.strerror or error}") from error
         except (ValueError, KeyError) as error:
-            raise DataError(
-                f"prepared data {self.folder} is damaged ({error}): remove it to prepare again"
-            ) from error
+            raise DataError(f"prepared data {self.folder} is damaged ({error}): remove it to prepare again") from error
         self._offsets, self._names, self._name_offsets = tables["offsets"], names, tables["name_offsets"]
         self._shard_starts = np.cumsum([0, *(shard["tokens"] for shard in self.manifest["shards"])])
         self.source_of: np.ndarray = tables["source_of"]
@@ -113,9 +107,7 @@ class Prepared:
                 found = "does not match its checksum"
             else:
                 continue
-            raise DataError(
-                f"prepared data {path} was altered: it {found}; remove {self.folder} to prepare again"
-            )
+            raise DataError(f"prepared data {path} was altered: it {found}; remove {self.folder} to prepare again")
 
 
 class Writer:
@@ -146,9 +138,7 @@ class Writer:
         self._name_lengths.append(len(encoded))
         self._lengths.append(len(tokens))
         self._source_of.append(source)
-        self._keys.append(
-            key(source, int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little"))
-        )
+        self._keys.append(key(source, int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")))
 
     def finish(self, description: dict[str, Any]) -> None:
         """Write the tables and the manifest: what was written, and `description`."""

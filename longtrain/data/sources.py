@@ -86,9 +86,7 @@ def list_files(path: str) -> list[SourceFile]:
     return sorted(files, key=lambda file: file.name)
 
 
-def read(
-    file: SourceFile, text_field: str, skipped: Skipped, *, keep_going: bool = False
-) -> Iterator[Document]:
+def read(file: SourceFile, text_field: str, skipped: Skipped, *, keep_going: bool = False) -> Iterator[Document]:
     """The documents of a file, in order, empty ones left out and counted.
 
     `keep_going` leaves out and counts files that are not UTF-8 as well, instead of raising. Raises DataError
@@ -125,24 +123,18 @@ def _read_json_lines(
         try:
             record = json.loads(line)
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{where}: not valid UTF-8: {error.reason} at byte {error.start} of the line"
-            ) from error
+            raise DataError(f"{where}: not valid UTF-8: {error.reason} at byte {error.start} of the line") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not valid JSON: {error}") from error
         text = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             has = f"the fields {', '.join(map(repr, record))}" if isinstance(record, dict) else "no object"
             found = f"{type(text).__name__} in it" if text is not None else f"{has} instead"
-            raise DataError(
-                f"{where}: text expected in data.sources text_field = {text_field!r}, found {found}"
-            )
+            raise DataError(f"{where}: text expected in data.sources text_field = {text_field!r}, found {found}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where}: half a surrogate pair at character {error.start} of the text"
-            ) from error
+            raise DataError(f"{where}: half a surrogate pair at character {error.start} of the text") from error
         if text:
             yield Document(f"{file.name}:{number}", text)
         else:
@@ -156,9 +148,7 @@ def _decode(data: bytes, file: SourceFile, keep_going: bool) -> str | None:
         if keep_going:
             return None
         line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{file.path}, line {line}: not valid UTF-8: {error.reason} at byte {error.start}"
-        ) from error
+        raise DataError(f"{file.path}, line {line}: not valid UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -1,0 +1,73 @@
+"""`data inspect`: the contract's JSON, and a text that shows what each shard gets."""
+
+import json
+import re
+
+import pytest
+import tiny
+from documents import Documents
+
+from longtrain.data.inspect import inspect, inspect_step, render
+from longtrain.data.rows import RowIndex
+from longtrain.errors import ConfigError, DataError
+
+
+def index_of(**options) -> RowIndex:
+    documents = Documents([121, 5, 30])
+    return RowIndex(documents, packing="best_fit", sequence_length=60, seed=0, **options)
+
+
+def test_the_json_is_the_rows_in_document_order():
+    index = index_of()
+    found = json.loads(json.dumps(inspect(index, step=3, sequences=2)))
+    assert found["step"] == 3
+    assert [row["tokens"] for row in found["rows"]] == [index.row(row).tokens.tolist() for row in (4, 5)]
+    for row in found["rows"]:
+        place = 0
+        for segment, piece in enumerate(row["documents"], start=1):
+            assert piece["source"] == "source 0"
+            for token in range(piece["start"], piece["end"]):
+                assert row["tokens"][place] == 1000 * int(piece["document"]) + token + 1
+                assert row["segments"][place] == segment
+                assert row["positions"][place] == token - piece["start"]
+                place += 1
+        assert not any(row["segments"][place:])
+
+
+def test_a_step_may_begin_at_any_row():
+    assert (
+        inspect(index_of(), step=9, sequences=2, first_row=4)["rows"]
+        == inspect(index_of(), step=3, sequences=2)["rows"]
+    )
+
+
+def test_a_step_beyond_the_data_is_refused():
+    with pytest.raises(DataError, match="exhausted"):
+        inspect(index_of(repeat=False), step=2, sequences=2)
+
+
+def test_the_text_shows_documents_padding_and_shards():
+    found = inspect(index_of(), step=1, sequences=3)
+    text = render(found, layout="zigzag", shards=2)
+    assert text.count("context shard") == 3
+    [split_row] = [row for row in found["rows"] if len(row["documents"]) == 1 and row["documents"][0]["start"] == 60]
+    assert split_row["documents"][0]["end"] == 120
+    assert re.search(r"source 0 +0 +60 +120 +60\b", text)
+    assert "40.0% padding" in text
+    shown = render(found, layout="contiguous", shards=1, decode=lambda ids: f"[b]{len(ids)} ids[/b]")
+    assert "[b]16 ids[/b]" in shown
+
+
+def test_a_step_of_a_config(tmp_path):
+    (tmp_path / "a.txt").write_text("a text\n" * 100)
+    overrides = [
+        f"data.sources.0.path={tmp_path / 'a.txt'}",
+        f"data.prepared_dir={tmp_path / 'prepared'}",
+        "mesh.context=4",
+    ]
+    found, text = inspect_step(tiny.config(*overrides), 2, print)
+    assert [len(row["tokens"]) for row in found["rows"]] == [64] * 4
+    assert "a.txt" in text
+    assert "layout dealt" in text
+    with pytest.raises(ConfigError, match="mesh.context = -1"):
+        inspect_step(tiny.config(*overrides[:2], "mesh.context=-1"), 1, print)

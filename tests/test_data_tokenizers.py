@@ -1,0 +1,100 @@
+"""Tokenizers: text survives exactly, training is the same every time, ids are where they should be."""
+
+import inspect
+import json
+
+import pytest
+
+from longtrain.data import tokenizers
+from longtrain.data.sources import Document
+from longtrain.data.tokenizers import BytesTokenizer
+from longtrain.errors import ConfigError, DataError
+
+TEXTS = [
+    "def f(x):\n    if x:\n        return x\n\n\n    \treturn\r\n",
+    "  two in front, two behind  ",
+    "emoji 😀, é and e\u0301, \u2028, \x85, \ufeff, 漢字",
+    "NUL \0 and control \x01\x02",
+    "<s></s><unk><0x0A> are text here",
+    "\n",
+    "\n\n\n\n     five",
+    "",
+    " ",
+    "a" * 5000,
+]
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return [Document(module.__name__, inspect.getsource(module)) for module in (inspect, json, json.decoder, pytest)]
+
+
+@pytest.fixture(scope="module")
+def trained(documents):
+    return tokenizers.train(documents, vocab_size=700, sample_bytes=10**6)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives(trained, text):
+    for tokenizer in (BytesTokenizer(), trained):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= token < tokenizer.vocab_size for token in ids)
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+
+
+def test_all_at_once_is_one_by_one(trained):
+    for tokenizer in (BytesTokenizer(), trained):
+        ids = tokenizer.encode_all(TEXTS)
+        assert ids == [tokenizer.encode(text) for text in TEXTS]
+        assert tokenizer.decode_all(ids) == TEXTS
+
+
+def test_begin_and_end_are_no_text(trained):
+    for tokenizer in (BytesTokenizer(), trained):
+        assert tokenizer.bos_id != tokenizer.eos_id
+        assert tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("x"), tokenizer.eos_id]) == "x"
+        assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.vocab_size
+
+
+def test_bytes_that_are_not_utf8_still_decode():
+    assert BytesTokenizer().decode([0x61, 0xFF, 0x62]) == "a\ufffdb"
+
+
+def test_indentation_is_a_piece(trained):
+    assert trained.vocab_size == 700
+    assert len(trained.encode("\n        ")) == 1
+    assert len(trained.encode("\n            return")) <= 3
+
+
+def test_training_gives_the_same_model_every_time(documents, trained):
+    again = tokenizers.train(iter(documents), vocab_size=700, sample_bytes=10**6)
+    assert again.fingerprint == trained.fingerprint
+    other = tokenizers.train(documents, vocab_size=701, sample_bytes=10**6)
+    assert other.fingerprint != trained.fingerprint
+
+
+def test_the_sample_is_drawn_from_everywhere_and_no_larger_than_asked():
+    documents = [Document(str(number), chr(97 + number) * 100_000) for number in range(20)]
+    sample = tokenizers._sample(documents, 500_000)
+    assert 400_000 < sum(map(len, sample)) <= 500_000
+    assert len({block[0] for block in sample}) >= 5
+    assert sample == tokenizers._sample(documents, 500_000)
+    assert "".join(tokenizers._sample(documents, 10**7)) == "".join(document.text for document in documents)
+
+
+def test_a_vocabulary_the_text_cannot_give_is_refused(documents):
+    for size, reason in ((290, "Vocabulary size is smaller"), (10**6, "Vocabulary size too high")):
+        with pytest.raises(ConfigError, match=rf"data.tokenizer.vocab_size = {size}: .*{reason}"):
+            tokenizers.train(documents, vocab_size=size, sample_bytes=10**6)
+
+
+def test_a_model_file(tmp_path, trained):
+    (tmp_path / "a.model").write_bytes(trained.model)
+    assert tokenizers.load(tmp_path / "a.model").fingerprint == trained.fingerprint
+    for name, data in (("empty.model", b""), ("text.model", b"no model")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=rf"{name}: not a SentencePiece model"):
+            tokenizers.load(tmp_path / name)
+    with pytest.raises(DataError, match="none.model: No such file"):
+        tokenizers.load(tmp_path / "none.model")
