@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+import sentencepiece
 import tiny
 
 from longtrain.config import Config
@@ -183,6 +184,23 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(corpus, tmp_path):
         messages(config_of(corpus, "model.vocab_size=299", tokenizer=model))
     given, _ = messages(config_of(corpus, tokenizer=model))
     assert given.fingerprint == prepared.fingerprint
+
+
+def test_a_tokenizer_without_begin_and_end_pieces(corpus, tmp_path):
+    model = tmp_path / "bare.model"
+    with open(model, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["some text"]),
+            model_writer=file,
+            vocab_size=10,
+            bos_id=-1,
+            eos_id=-1,
+            model_type="char",
+        )
+    with pytest.raises(ConfigError, match=r"(?s)data.add_bos = True: must be false.*data.add_eos = True"):
+        messages(config_of(corpus, tokenizer=str(model)))
+    bare, _ = messages(config_of(corpus, tokenizer=str(model), add_bos=False, add_eos=False))
+    assert bare.tokenizer().bos_id is None
 
 
 def test_text_that_the_tokenizer_changes_is_told(corpus):

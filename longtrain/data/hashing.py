@@ -1,7 +1,6 @@
 """Fixed 64-bit mixes: the order of the data, and the `batch_hash` that shows two runs to see the same.
 
-Everything is unsigned 64-bit arithmetic that wraps, so that another tool, in any language, can compute the
-same.
+Everything is unsigned 64-bit arithmetic that wraps, so that another tool, in any language, can do the same.
 
     mix64(z):   z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
 
@@ -9,14 +8,12 @@ same.
 
     A token's hash, in row `row` at `place` (its place in the row before any layout):
         h = key(row)
-        for word in (place << 32 | token,  target << 32 | position,  segment << 32 | bits of the float32
-        weight):
+        for word in (place << 32 | token,  target << 32 | position,  segment << 32 | the float32 weight's bits):
             h = mix64(h ^ word + 0x9E3779B97F4A7C15)
     A row's hash is the sum of its tokens' (padding too), a batch's the sum of its rows', modulo 2^64: no
     order, mesh, layout or number of hosts changes it.
 
-Order uses the same mix, and not numpy's random generators, whose streams may change from one numpy to the
-next.
+Order uses the same mix, and not numpy's random generators, whose streams may change with its version.
 """
 
 import numpy as np

@@ -1,5 +1,4 @@
-"""Batches on their devices: Grain reads rows ahead, in threads or processes, and the next batch is placed
-early.
+"""Batches on their devices: Grain reads rows ahead, in threads or processes; the next batch is placed early.
 
 No iterator has a state worth saving: the batches from any row on are `Batches(..., first_row=row)`.
 """
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longtrain.data.rows import RowIndex
-from longtrain.data.rowsource import SEQUENCE_KEYS, RowSource
+from longtrain.data.rowsource import ROW_STATS, SEQUENCE_KEYS, RowSource
 from longtrain.errors import DataError
 
 Batch = dict[str, jax.Array]
@@ -90,8 +89,7 @@ class Batches:
         self._next_row += self._sequences
         shape = (self._sequences, self._index.sequence_length)
         batch = {name: _place(rows, name, shape, self._sharding) for name in SEQUENCE_KEYS}
-        stats = next(iter(rows.values()))["row_stats"].shape
-        batch["row_stats"] = _place(rows, "row_stats", (self._sequences, *stats), self._stats_sharding)
+        batch["row_stats"] = _place(rows, "row_stats", (self._sequences, ROW_STATS), self._stats_sharding)
         return batch
 
 
@@ -119,8 +117,7 @@ def _read_ahead(source: RowSource, rows: int, workers: int) -> grain.DatasetIter
 
 
 def _start_worker(*_: int) -> None:
-    """In a worker process: leave signals to the parent, which closes the workers, and end with it if it is
-    killed."""
+    """In a worker process: leave signals to the parent, which closes the workers; if it is killed, end too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

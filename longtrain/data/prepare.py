@@ -1,20 +1,16 @@
 """`data prepare`: every document through the tokenizer, once.
 
-    {data.prepared_dir}/{16 hex digits}/     one folder for what was asked: the sources' content, the
-    tokenizer, BOS
-                                             and EOS (prepared.py has the format)
-                        requests/            what cheap looks at the sources (names, sizes, times) led to
-                        which folder
+    {data.prepared_dir}/0123456789abcdef/   one folder for each thing asked for, by its content (request.py);
+                                            what is in it, prepared.py says
+                        requests/           which folder a cheap look at the sources led to
 
 A folder is found again by the cheap look, or else by reading the sources and comparing content; a source that
-changed leads to another folder. A folder is made under a name that begins with a dot and renamed when
-complete, so a killed run leaves nothing that could be taken for data; its remains are removed by the next
-one.
+changed leads to another folder. A folder is made under a name that begins with a dot and renamed when complete,
+so a killed run leaves nothing that could be taken for data; the next one removes its remains.
 """
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -28,10 +24,11 @@ import numpy as np
 
 from longtrain.config import Config
 from longtrain.data import sources, tokenizers
-from longtrain.data.prepared import FORMAT, MANIFEST, Prepared, Writer
+from longtrain.data.prepared import MANIFEST, Prepared, Writer
 from longtrain.data.progress import TextProgress
-from longtrain.data.tokenizers import BytesTokenizer, Tokenizer
-from longtrain.errors import ConfigError, DataError, Problem
+from longtrain.data.request import Request, check_vocabulary
+from longtrain.data.tokenizers import Tokenizer
+from longtrain.errors import DataError
 
 __all__ = ["Prepared", "ensure"]
 
@@ -44,19 +41,18 @@ _POLL_SECONDS = 0.5
 def ensure(config: Config, log: Log, *, process_index: int = 0, wait_seconds: float = 3600) -> Prepared:
     """The config's documents as tokens: prepared before, where they still stand for the sources, or now.
 
-    With several processes, process 0 prepares; the others wait at most `wait_seconds` for its folder to
-    appear, with no collective, so `data.prepared_dir` must be one they share.
+    With several processes, process 0 prepares; the others wait at most `wait_seconds` for its folder to appear,
+    with no collective, so `data.prepared_dir` must be one they share.
 
-    Raises DataError for what is wrong with the data, ConfigError where the tokenizer does not suit the
-    config.
+    Raises DataError for what is wrong with the data, ConfigError where the tokenizer does not suit the config.
     """
-    request = _Request.of(config)
+    request = Request(config)
     root = Path(config.data.prepared_dir)
     with _disk_errors(root):
         pointer = root / "requests" / request.look()
-        folder = root / pointer.read_text() if pointer.exists() else root / request.name()
+        folder = root / pointer.read_text() if pointer.exists() else root / request.folder_name
         if not (folder / MANIFEST).exists():
-            folder = root / request.name()  # what the pointer led to was removed since
+            folder = root / request.folder_name  # what the pointer led to was removed since
         if (folder / MANIFEST).exists():
             prepared = Prepared(folder)
             prepared.verify()
@@ -69,105 +65,14 @@ def ensure(config: Config, log: Log, *, process_index: int = 0, wait_seconds: fl
             log(f"data: waiting for process 0 to prepare {folder}")
             _wait_for(folder, wait_seconds)
             prepared = Prepared(folder)
-        _check_tokenizer(prepared.vocab_size, config)
+        check_vocabulary(prepared.vocab_size, config)
         if not pointer.exists() or pointer.read_text() != folder.name:
             pointer.parent.mkdir(parents=True, exist_ok=True)
             _write_whole(pointer, folder.name)
     return prepared
 
 
-@dataclasses.dataclass
-class _Source:
-    """A source of the config, with the files that it lists now."""
-
-    path: str
-    text_field: str
-    files: list[sources.SourceFile]
-
-    @property
-    def bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
-    def documents(self, skipped: sources.Skipped) -> Iterator[sources.Document]:
-        for file in self.files:
-            # Nobody chose the files of the standard library, so one that is not text is no reason to stop.
-            yield from sources.read(file, self.text_field, skipped, keep_going=self.path == sources.PYTHON_STDLIB)
-
-
-class _Request:
-    """What a config asks to be prepared: the sources as they are now, the tokenizer, and what it adds."""
-
-    def __init__(self, found: list[_Source], tokenizer: Tokenizer | None, training: dict[str, Any], added: dict):
-        """`tokenizer`: None where it is to be trained, as `training` says."""
-        self.sources, self.tokenizer, self.training, self.added = found, tokenizer, training, added
-        self._asked: dict[str, Any] | None = None
-
-    @staticmethod
-    def of(config: Config) -> "_Request":
-        data = config.data
-        tokenizer: Tokenizer | None = None
-        training = {}
-        if data.tokenizer == "bytes":
-            tokenizer = BytesTokenizer()
-        elif isinstance(data.tokenizer, str):
-            tokenizer = tokenizers.load(data.tokenizer)
-        else:
-            training = data.tokenizer.model_dump()
-        if tokenizer is not None:
-            _check_tokenizer(tokenizer.vocab_size, config)
-            for key, piece, id in (("bos", "BOS", tokenizer.bos_id), ("eos", "EOS", tokenizer.eos_id)):
-                if getattr(data, f"add_{key}") and id is None:
-                    message = f"must be false: the tokenizer {data.tokenizer} has no {piece} piece"
-                    raise ConfigError([Problem(f"data.add_{key}", True, message)])
-        found = [_Source(source.path, source.text_field, sources.list_files(source.path)) for source in data.sources]
-        return _Request(found, tokenizer, training, {"add_bos": data.add_bos, "add_eos": data.add_eos})
-
-    def look(self) -> str:
-        """A name for what a cheap look shows: equal where nothing seems to have changed."""
-        files = [
-            [
-                source.path,
-                source.text_field,
-                *((os.path.abspath(file.path), file.size, file.modified_ns) for file in source.files),
-            ]
-            for source in self.sources
-        ]
-        return _digest([FORMAT, files, self._tokenizer(), self.added])[:16]
-
-    def asked(self) -> dict[str, Any]:
-        """What is asked, by content: reads every file, once."""
-        if self._asked is None:
-            self._asked = {
-                "sources": [
-                    {
-                        "path": source.path,
-                        "text_field": source.text_field,
-                        "files": len(source.files),
-                        "bytes": source.bytes,
-                        "sha256": _digest([[file.name, _content(file.path)] for file in source.files]),
-                    }
-                    for source in self.sources
-                ],
-                "tokenizer": self._tokenizer(),
-                **self.added,
-            }
-        return self._asked
-
-    def name(self) -> str:
-        """The folder's name."""
-        return _digest([FORMAT, self.asked()])[:16]
-
-    def documents(self, skipped: sources.Skipped) -> Iterator[tuple[int, sources.Document]]:
-        """All documents, each with the number of its source."""
-        for number, source in enumerate(self.sources):
-            for document in source.documents(skipped):
-                yield number, document
-
-    def _tokenizer(self) -> str | dict[str, Any]:
-        return self.tokenizer.fingerprint if self.tokenizer is not None else self.training
-
-
-def _prepare(config: Config, request: _Request, folder: Path, log: Log) -> None:
+def _prepare(config: Config, request: Request, folder: Path, log: Log) -> None:
     """Make `folder`, whole or not at all."""
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
@@ -184,7 +89,7 @@ def _prepare(config: Config, request: _Request, folder: Path, log: Log) -> None:
             documents = (document for _, document in request.documents(sources.Skipped()))
             tokenizer = tokenizers.train(documents, vocab_size=size, sample_bytes=sample)
             log(f"data: trained it in {time.monotonic() - started:.1f} s")
-            _check_tokenizer(tokenizer.vocab_size, config)
+            check_vocabulary(tokenizer.vocab_size, config)
         _tokenize(request, tokenizer, partial, log)
         try:
             os.rename(partial, folder)
@@ -195,12 +100,12 @@ def _prepare(config: Config, request: _Request, folder: Path, log: Log) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _tokenize(request: _Request, tokenizer: Tokenizer, folder: Path, log: Log) -> None:
+def _tokenize(request: Request, tokenizer: Tokenizer, folder: Path, log: Log) -> None:
     skipped = sources.Skipped()
     inexact: list[str] = []
     text_bytes = sum(source.bytes for source in request.sources)
-    before = [tokenizer.bos_id] if request.added["add_bos"] else []
-    after = [tokenizer.eos_id] if request.added["add_eos"] else []
+    before = [tokenizer.bos_id] if request.add_bos else []
+    after = [tokenizer.eos_id] if request.add_eos else []
     with (
         contextlib.closing(Writer(folder, tokenizer)) as writer,
         TextProgress("data: tokenizing", text_bytes, log) as progress,
@@ -219,14 +124,14 @@ def _tokenize(request: _Request, tokenizer: Tokenizer, folder: Path, log: Log) -
                     skipped.empty += 1
                 made += len(whole)
             progress.advance(sum(len(text.encode()) for text in texts), len(batch), made)
-        if not progress.documents:
+        if not progress.tokens:
             raise DataError(f"no document with text in {', '.join(source.path for source in request.sources)}")
         counts = {
             "text_bytes": progress.bytes,
             "skipped": dataclasses.asdict(skipped),
             "inexact_documents": len(inexact),
         }
-        writer.finish({"asked": request.asked(), **counts})
+        writer.finish({"asked": request.content, **counts})
         log(f"data: tokenized {progress.detail}")
     if skipped.empty or skipped.not_utf8:
         log(f"data: left out {skipped.empty} empty documents and {skipped.not_utf8} files that are not UTF-8")
@@ -250,15 +155,9 @@ def _batches(
         yield batch
 
 
-def _check_tokenizer(vocab_size: int, config: Config) -> None:
-    if vocab_size > config.model.vocab_size:
-        message = f"must be at least {vocab_size}: the tokenizer has ids up to {vocab_size - 1}"
-        raise ConfigError([Problem("model.vocab_size", config.model.vocab_size, message)])
-
-
-def _why(root: Path, request: _Request) -> str:
+def _why(root: Path, request: Request) -> str:
     """Why nothing that is prepared serves: against the newest folder with the same sources."""
-    asked = request.asked()
+    asked = request.content
     paths = [source["path"] for source in asked["sources"]]
     earlier: list[tuple[float, dict[str, Any]]] = []
     for manifest in root.glob(f"*/{MANIFEST}"):
@@ -328,15 +227,3 @@ def _disk_errors(root: Path) -> Iterator[None]:
 
 def _sizes(manifest: dict[str, Any]) -> str:
     return f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens"
-
-
-def _content(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,15 +1,13 @@
 """Tokenized documents on disk: the format, its writer and its reader.
 
-    {folder}/manifest.json       what is here and where it came from; written last, so that it stands for the
-    whole
-             tokens-00000.bin    ids end to end, little-endian uint16 (uint32 for more than 65,536 pieces)
-             offsets.npy         int64 [D + 1]: document d is tokens offsets[d]..offsets[d + 1]-1, over all
-             shards
-             source_of.npy       uint16 [D]: the number of each document's source
-             keys.npy            uint64 [D]: a hash of each document's source and name, which decides its
-             split
-             names.bin, name_offsets.npy     the documents' names in UTF-8, and int64 [D + 1] as above
-             tokenizer.model     the tokenizer, but for `bytes`
+    manifest.json       what is here and where it came from; written last, so that it stands for the whole
+    tokens-00000.bin …  ids end to end, little-endian uint16 (uint32 for more than 65,536 pieces)
+    offsets.npy         int64 [D + 1]: document d is tokens offsets[d]..offsets[d + 1]-1, over all shards
+    source_of.npy       uint16 [D]: the number of each document's source
+    keys.npy            uint64 [D]: a hash of each document's source and name, which decides its split
+    names.bin           the documents' names in UTF-8, end to end
+    name_offsets.npy    int64 [D + 1]: as offsets, in bytes of names.bin
+    tokenizer.model     the tokenizer; not there for `bytes`
 
 A document lies whole in one shard. A folder is made under another name and renamed when complete, so a folder
 with a manifest is complete.
@@ -31,6 +29,7 @@ from longtrain.data.tokenizers import BytesTokenizer, SentencePieceTokenizer, To
 from longtrain.errors import DataError
 
 FORMAT = 1
+"""Raised whenever the same sources and settings would be kept, or turned into tokens, in another way."""
 MANIFEST = "manifest.json"
 _TOKENIZER = "tokenizer.model"
 _TABLES = ("offsets", "source_of", "keys", "name_offsets")
