@@ -132,7 +132,7 @@ def _tokenize(request: Request, tokenizer: Tokenizer, folder: Path, log: Log) ->
             "inexact_documents": len(inexact),
         }
         writer.finish({"asked": request.content, **counts})
-        log(f"data: tokenized {progress.detail}")
+    log(f"data: tokenized {progress.detail}")
     if skipped.empty or skipped.not_utf8:
         log(f"data: left out {skipped.empty} empty documents and {skipped.not_utf8} files that are not UTF-8")
     if inexact:

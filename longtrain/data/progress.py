@@ -23,12 +23,12 @@ class TextProgress:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                TextColumn("{task.percentage:3.0f} %  {task.fields[detail]}"),
+                TextColumn("{task.percentage:3.0f} %  {task.fields[rate]}"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,
             )
-            self._task = self._bar.add_task(what, total=self._total, detail="")
+            self._task = self._bar.add_task(what, total=self._total, rate="")
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -56,7 +56,8 @@ class TextProgress:
         self.documents += documents
         self.tokens += tokens
         if self._bar is not None:
-            self._bar.update(self._task, completed=min(self.bytes, self._total), detail=self.detail)
+            rate = f"{self.tokens / self.seconds:,.0f} tokens/s"
+            self._bar.update(self._task, completed=min(self.bytes, self._total), rate=rate)
         elif time.monotonic() - self._shown > _SECONDS_BETWEEN_LINES:
             self._shown = time.monotonic()
             self._log(f"{self._what}: {100 * min(1, self.bytes / self._total):.0f} %, {self.detail}")
