@@ -294,6 +294,7 @@ REFUSALS = [
     ("data.sources=[a.txt]", "data.sources.0", "must be a mapping of path, weight, text_field"),
     ("data.sources.1.path=b", "data.sources.1.path", "'1' is no place in a list of 1; legal places: 0 to 0"),
     ("data.sources.0.weight=0", "data.sources.0.weight", "must be a number > 0"),
+    ("data.sources=[{path: a}, {path: b, weight: 2}]", "data.sources.0.weight", "give every source a weight, or none"),
     ("data.tokenizer=4", "data.tokenizer", "must be bytes, the path of a SentencePiece .model, or {train:"),
     ("data.tokenizer={train: bpe, vocab_size: 300}", "data.tokenizer.train", "must be sentencepiece"),
     ("data.tokenizer={train: sentencepiece}", "data.tokenizer.vocab_size", "required: a whole number > 256"),
@@ -505,7 +506,7 @@ def test_with_a_free_axis_the_others_are_checked_at_once():
         ["run.output_dir=' '", "data.tokenizer='- x'", "run.name=no", "data.sources.0.text_field='*'"],
         ["optimizer.learning_rate=1e-30", "optimizer.eps=1.5e300", "optimizer.beta1=0"],
         [
-            "data.sources=[{path: a, weight: 3}, {path: b}]",
+            "data.sources=[{path: a, weight: 3}, {path: b, weight: 1}]",
             "metrics.profile=[1,2]",
             "optimizer.clip_norm=null",
         ],

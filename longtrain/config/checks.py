@@ -5,6 +5,7 @@ While one axis of the mesh is -1, what the other axes demand is checked; the res
 the number of devices is known.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
@@ -278,3 +279,12 @@ def _held_out(values: Values) -> Iterator[Problem]:
     if values["eval.every_steps"] is not None and values["data.eval_fraction"] == 0:
         message = f"must be > 0 for eval.every_steps = {values['eval.every_steps']}: nothing is held out"
         yield Problem("data.eval_fraction", values["data.eval_fraction"], message)
+
+
+@_needs("data.sources.0.weight", "data.sources.1.weight")
+def _weights(values: Values) -> Iterator[Problem]:
+    weights = {key: value for key, value in values.items() if re.fullmatch(r"data\.sources\.\d+\.weight", key)}
+    given = [key for key, value in weights.items() if value is not None]
+    for key, value in weights.items():
+        if given and value is None:
+            yield Problem(key, None, f"{given[0]} is {weights[given[0]]}: give every source a weight, or none")

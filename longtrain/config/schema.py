@@ -325,7 +325,11 @@ class SourceConfig(Section):
         description="File, folder or glob, relative to the working directory; or python-stdlib, "
         "the source text of this Python's standard library."
     )
-    weight: Positive = Field(1.0, description="Relative share of the source in the tokens drawn.")
+    weight: Positive | None = Field(
+        None,
+        description="Relative share of the tokens drawn from this source, each source then starting again on its own; "
+        "null for all sources: no shares, every document of every source once an epoch.",
+    )
     text_field: Text = Field("text", description="Field that holds the text, in JSON lines.")
 
 

@@ -27,22 +27,13 @@ def inspect_step(config: Config, step: int, log: Callable[[str], None]) -> tuple
         message = "a number is needed to show what each context shard gets, e.g. mesh.context=4"
         raise ConfigError([Problem("mesh.context", config.mesh.context, message)])
     prepared = prepare.ensure(config, log)
-    data = config.data
-    index = RowIndex(
-        prepared,
-        packing=data.packing,
-        sequence_length=config.sequence_length,
-        seed=config.run.seed,
-        eval_fraction=data.eval_fraction,
-        weights=[source.weight for source in data.sources],
-        repeat=data.repeat,
-    )
+    index = RowIndex.of(config, prepared, "train")
     found = inspect(index, step=step, sequences=config.batch.sequences)
     layout, reason = layouts.resolve(
         config.attention.layout,
         context=config.mesh.context,
         strategy=config.attention.strategy,
-        packing=data.packing,
+        packing=config.data.packing,
         kernel=config.attention.kernel,
     )
     tokenizer = prepared.tokenizer()

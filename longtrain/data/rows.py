@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from longtrain.config import Config
 from longtrain.data.hashing import fold, key
 from longtrain.data.mixing import Mixture
 from longtrain.data.packing import PACKINGS, Packing, Span, pack
@@ -150,6 +151,21 @@ class RowIndex:
         """How many rows there are: None for no end."""
         self.documents = sum(len(documents) for documents in self._documents)
         self.tokens_per_epoch = sum(packed.tokens_per_epoch for packed in self._packings)
+
+    @classmethod
+    def of(cls, config: Config, prepared: Corpus, split: Split) -> "RowIndex":
+        """The rows of `split` as a config packs, mixes and orders them. The eval split is read once, never again."""
+        weights = [source.weight for source in config.data.sources]
+        return cls(
+            prepared,
+            packing=config.data.packing,
+            sequence_length=config.sequence_length,
+            seed=config.run.seed,
+            split=split,
+            eval_fraction=config.data.eval_fraction,
+            weights=None if None in weights else [weight for weight in weights if weight is not None],
+            repeat=config.data.repeat and split == "train",
+        )
 
     def __reduce__(self) -> tuple[Callable[..., "RowIndex"], tuple[Corpus, dict[str, Any]]]:
         return _rebuild, (self._corpus, self._arguments)

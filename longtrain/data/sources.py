@@ -20,8 +20,7 @@ from pathlib import Path
 from longtrain.errors import DataError
 
 PYTHON_STDLIB = "python-stdlib"
-# Some systems ship the library without its tests, and all keep what was installed later beside it.
-_NOT_LIBRARY_TEXT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+_INSTALLED_LATER = {"site-packages", "dist-packages"}
 _NOT_READ = (".parquet", ".arrayrecord", ".array_record", ".zst", ".zip", ".tar", ".bz2", ".xz")
 
 
@@ -67,7 +66,7 @@ def list_files(path: str) -> list[SourceFile]:
             found = [
                 file
                 for file in _walk(root)
-                if file.suffix == ".py" and not _NOT_LIBRARY_TEXT.intersection(file.relative_to(root).parts)
+                if file.suffix == ".py" and not _INSTALLED_LATER.intersection(file.relative_to(root).parts)
             ]
         elif glob.has_magic(path) and not os.path.exists(path):
             root = _root_of(path)
