@@ -1,6 +1,5 @@
 """From the sums a step returns to the numbers of its line in `metrics.jsonl`."""
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from longtrain import flops, hardware
 from longtrain.build import Build
+from longtrain.metrics import finite_or_none
 
 MEASURED_SIZE = 2048
 
@@ -19,8 +18,8 @@ MEASURED_SIZE = 2048
 def peak_flops(build: Build) -> tuple[float | None, str]:
     """FLOP/s of all the mesh's devices together in the compute dtype, and where the figure comes from.
 
-    Accelerators: the data sheet's dense peak. CPU, which has none: a matrix product timed here and now; simulated devices
-    share one host, so the host's rate is that of all of them. None for a device the table does not know.
+    Accelerators: the data sheet's dense peak. CPU, which has none: a matrix product timed here and now; simulated
+    devices share one host, so the host's rate is that of all of them. None where the table has no peak.
     """
     devices = build.mesh.devices.flatten()
     dtype = build.how.compute_dtype
@@ -28,9 +27,9 @@ def peak_flops(build: Build) -> tuple[float | None, str]:
         rate = _measured_matmul_rate(dtype) * len({device.process_index for device in devices})
         return rate, f"this CPU's own {dtype} matmul rate, {rate / 1e9:,.0f} GFLOP/s measured at start"
     device = hardware.lookup(devices[0].device_kind)
-    if device is None:
-        return None, f"unknown: no data-sheet peak of {devices[0].device_kind!r} in longtrain/hardware.py"
-    peak = device.peak(dtype)
+    peak = device.peak(dtype) if device is not None else None
+    if device is None or peak is None:
+        return None, f"unknown: no {dtype} peak of {devices[0].device_kind!r} in longtrain/hardware.py"
     return peak * devices.size, f"{device.name}: {peak / 1e12:,.0f} TFLOP/s a device in {dtype}, dense, by data sheet"
 
 
@@ -80,9 +79,9 @@ class Accounting:
         rate = valid_tokens / seconds
         return {
             "step": step,
-            "loss": _finite(sums["loss"]),
-            "grad_norm": _finite(sums["grad_norm"]),
-            "learning_rate": float(sums["learning_rate"]),
+            "loss": finite_or_none(sums["loss"]),
+            "grad_norm": finite_or_none(sums["grad_norm"]),
+            "learning_rate": finite_or_none(sums["learning_rate"]),
             "valid_tokens": valid_tokens,
             "tokens_seen": self.tokens_seen,
             "documents": documents,
@@ -101,8 +100,3 @@ class Accounting:
 def combined_hash(limbs: list[int]) -> int:
     """The sum modulo 2^64 of the rows' hashes, from the sums of their 16-bit limbs, lowest first."""
     return sum(limb << (16 * place) for place, limb in enumerate(limbs)) % 2**64
-
-
-def _finite(value: np.ndarray) -> float | None:
-    """JSON has no NaN: null says that the number was not finite."""
-    return float(value) if math.isfinite(float(value)) else None

@@ -1,8 +1,8 @@
 """Checkpoints through Orbax: written while training goes on, found again by the same command.
 
-A checkpoint holds three items: `parameters`, `optimizer` (with the step counters) and `run`, a JSON object with the data
-position, the data plan's fingerprint, the resolved config and the code's version. Weights are an item of their own so that
-evaluation, generation, export and continued pre-training read nothing else.
+A checkpoint holds three items: `parameters`, `optimizer` (with the step counters) and `run`, a JSON object with the
+data position, the data plan's fingerprint, the resolved config and the code's version. Weights are an item of their own
+so that evaluation, generation, export and continued pre-training read nothing else.
 """
 
 import logging
@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
-from longtrain.errors import CheckpointError
+from longtrain.errors import CheckpointError, LongtrainError
 from longtrain.model import Params
 from longtrain.state import State
 
 Say = Callable[[str], None]
+RunRecord = dict[str, Any]
+"""The item `run`, see `resume.run_record`."""
 
 FOLDER = "checkpoints"
-DAMAGED_PREFIX = "damaged-"
 
 
 class Checkpoints:
@@ -38,17 +41,22 @@ class Checkpoints:
         self._say = say
         # Orbax tells of every save and restore at INFO and WARNING; what matters is said here instead.
         logging.getLogger("absl").setLevel(logging.ERROR)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, create=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=True,
+            create=True,
+            cleanup_tmp_directories=True,  # what a run that was killed while saving left behind
+        )
         try:
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.folder}: cannot be opened for checkpoints: {error}") from error
+            raise CheckpointError(f"{self.folder}: cannot be opened for checkpoints: {_short(error)}") from error
 
     def steps(self) -> list[int]:
         """The steps that are complete, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: State, run: dict[str, Any]) -> None:
+    def save(self, step: int, state: State, run: RunRecord) -> None:
         """Starts saving; returns once the state is copied off the devices, so that the next step may overwrite it.
 
         Raises:
@@ -63,51 +71,76 @@ class Checkpoints:
         try:
             saved = self._manager.save(step, args=items, force=True)
         except Exception as error:  # Orbax lets through whatever the file system or tensorstore raised
-            raise CheckpointError(f"{self.folder}/{step}: cannot be saved: {error}") from error
+            raise CheckpointError(f"{self.folder}/{step}: cannot be saved: {_short(error)}") from error
         if not saved:
-            raise CheckpointError(f"{self.folder}/{step}: Orbax declined to save this step (newest: {self.steps()[-1:]})")
+            newest = self.steps()[-1:]
+            raise CheckpointError(f"{self.folder}/{step}: Orbax declined to save this step (newest: {newest})")
 
-    def restore(self, abstract: State, wanted: int | None = None) -> tuple[State, dict[str, Any]] | None:
+    def restore(
+        self, abstract: State, wanted: int | None, accept: Callable[[RunRecord], None]
+    ) -> tuple[State, RunRecord] | None:
         """The state and run object of step `wanted`, or of the newest step that can be read; None when there is none.
 
-        Arrays arrive as `abstract` shards them, whatever mesh wrote them. A newest checkpoint that cannot be read is told of,
-        set aside under another name and passed over for the one before it.
+        Arrays arrive as `abstract` shards them, whatever mesh wrote them. A newest checkpoint that cannot be read is
+        told of, set aside under another name and passed over for the one before it; so are, when `wanted` is given,
+        the steps after it, whose numbers the run will reach again.
+
+        Args:
+          accept: raises where the run object says that the checkpoint, though sound, does not fit this run.
 
         Raises:
           CheckpointError: when `wanted` is not there or cannot be read, or no step can be read although some exist.
         """
         steps = self.steps()
-        if wanted is not None:
-            if wanted not in steps:
-                raise CheckpointError(f"{self.folder}: no complete checkpoint of step {wanted}; there are: {steps}")
-            try:
-                return self._read(wanted, abstract)
-            except Exception as error:
-                raise CheckpointError(f"{self.folder}/{wanted}: cannot be read: {error}") from error
-        for step in reversed(steps):
-            try:
-                return self._read(step, abstract)
-            except Exception as error:  # anything at all: a damaged file may fail anywhere below
-                self._say(f"checkpoint {self.folder}/{step} cannot be read and is passed over: {error}")
-                self._set_aside(step)
+        if wanted is not None and wanted not in steps:
+            raise CheckpointError(f"{self.folder}: no complete checkpoint of step {wanted}; there are: {steps}")
+        for step in reversed(steps) if wanted is None else [wanted]:
+            found, reason = self._read(step, abstract, accept)
+            if found is not None:
+                for later in steps[steps.index(step) + 1 :] if wanted is not None else []:
+                    self._set_aside(later, f"superseded-{later}")
+                return found
+            if wanted is not None:
+                raise CheckpointError(f"{self.folder}/{step}: cannot be read: {reason}")
+            self._say(f"checkpoint {self.folder}/{step} cannot be read and is passed over: {reason}")
+            self._set_aside(step, f"damaged-{step}")
         if steps:
             raise CheckpointError(f"{self.folder}: none of the checkpoints {steps} can be read")
         return None
 
-    def _read(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
-        items = ocp.args.Composite(
-            parameters=ocp.args.StandardRestore(abstract.parameters),
-            optimizer=ocp.args.StandardRestore(_without_parameters(abstract)),
-            run=ocp.args.JsonRestore(),
-        )
-        found = self._manager.restore(step, args=items)
-        state = State(parameters=found["parameters"], **found["optimizer"])
-        return state, found["run"]
+    def _read(
+        self, step: int, abstract: State, accept: Callable[[RunRecord], None]
+    ) -> tuple[tuple[State, RunRecord] | None, str]:
+        """What the step holds, or None and the reason why some process cannot read it."""
+        found, reason = None, "another process cannot read its part"
+        try:
+            run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+            accept(run)
+            items = ocp.args.Composite(
+                parameters=ocp.args.StandardRestore(abstract.parameters),
+                optimizer=ocp.args.StandardRestore(_without_parameters(abstract)),
+            )
+            arrays = self._manager.restore(step, args=items)
+            found = State(parameters=arrays["parameters"], **arrays["optimizer"]), run
+        except LongtrainError:
+            raise
+        except Exception as error:  # anything at all: a damaged file may fail anywhere below
+            reason = _short(error)
+        if jax.process_count() > 1 and not multihost_utils.process_allgather(np.array(found is not None)).all():
+            found = None
+        return found, reason
 
-    def _set_aside(self, step: int) -> None:
-        """Renames a damaged step, so that its number can be saved again and nobody takes it for good."""
+    def _set_aside(self, step: int, name: str) -> None:
+        """Renames a step, so that its number can be saved again and nobody takes it for the run's."""
         if jax.process_index() == 0:
-            os.replace(self.folder / str(step), self.folder / f"{DAMAGED_PREFIX}{step}")
+            target, copies = self.folder / name, 1
+            while target.exists():
+                copies += 1
+                target = self.folder / f"{name}-{copies}"
+            os.replace(self.folder / str(step), target)
+            self._say(f"checkpoint {self.folder}/{step} is set aside as {target.name}")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(name)
         self._manager.reload()
 
     def wait(self) -> None:
@@ -120,20 +153,33 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except Exception as error:
-            raise CheckpointError(f"{self.folder}: a checkpoint could not be written: {error}") from error
+            raise CheckpointError(f"{self.folder}: a checkpoint could not be written: {_short(error)}") from error
 
     def close(self) -> None:
-        self._manager.close()
+        """Raises nothing: a run that ends well has waited for its saves, and one that fails shall say why itself."""
+        try:
+            self._manager.close()
+        except Exception as error:
+            self._say(f"checkpoints in {self.folder} could not be closed: {_short(error)}")
 
 
 def _without_parameters(state: State) -> dict[str, Any]:
     return {"step": state.step, "bad_steps": state.bad_steps, "optimizer": state.optimizer}
 
 
+def _short(error: Exception) -> str:
+    """The first line: Orbax and tensorstore append tracebacks and whole trees."""
+    first, *rest = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[:500]}{' ...' if rest or len(first) > 500 else ''}"
+
+
 def restore_parameters(
-    run_dir: Path, abstract: Params, *, step: int | None, say: Say
-) -> tuple[Params, int, dict[str, Any]]:
-    """Only the weights of a run's step (None: its newest), sharded as `abstract` says; the step; the run object.
+    run_dir: Path, abstract: Params, *, step: int | None, accept: Callable[[RunRecord], None], say: Say
+) -> tuple[Params, int]:
+    """Only the weights of a run's step (None: its newest), sharded as `abstract` says, and the step.
+
+    Args:
+      accept: raises where the run object says that the checkpoint, though sound, does not fit.
 
     Raises:
       CheckpointError: when there is no such checkpoint or it cannot be read.
@@ -141,15 +187,18 @@ def restore_parameters(
     folder = run_dir.resolve() / FOLDER
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; is {run_dir} the folder of a run?")
-    with ocp.CheckpointManager(folder) as manager:
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         steps = sorted(manager.all_steps())
         if not steps or (step is not None and step not in steps):
             raise CheckpointError(f"{folder}: no complete checkpoint of {step or 'any'} step; there are: {steps}")
         step = steps[-1] if step is None else step
-        items = ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract), run=ocp.args.JsonRestore())
         try:
-            found = manager.restore(step, args=items)
+            accept(manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"])
+            items = ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract))
+            parameters = manager.restore(step, args=items)["parameters"]
+        except LongtrainError:
+            raise
         except Exception as error:
-            raise CheckpointError(f"{folder}/{step}: cannot be read: {error}") from error
+            raise CheckpointError(f"{folder}/{step}: cannot be read: {_short(error)}") from error
     say(f"weights of step {step} from {folder}")
-    return found["parameters"], step, found["run"]
+    return parameters, step

@@ -5,6 +5,8 @@ Commands import what they need when they run: help and a config's errors come wi
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,8 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LongtrainError as error:
         print(f"longtrain: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader (head, less) has what it wanted
-        sys.stderr.close()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader (head, less) went away: nobody to tell, and nothing more to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
@@ -97,7 +102,14 @@ def _step_option(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def _json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE as JSON as well")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the result to FILE as JSON as well")
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that exists")
+    return path
 
 
 def _positive(text: str) -> int:
@@ -130,7 +142,7 @@ def _started(arguments: argparse.Namespace) -> "Config":
     flags = process.prepare_environment(config)
     process.join_cluster(config)
     if flags and process.is_first():
-        print(f"XLA flags: {' '.join(flags)}", flush=True)
+        print(f"XLA flags: {' '.join(flags)}", file=sys.stderr, flush=True)
     return config
 
 
@@ -144,10 +156,12 @@ def _train(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     config = _started(arguments)
     from longtrain.evaluate import evaluate_run
+    from longtrain.parallel import process
 
-    line = evaluate_run(config, arguments.step, say=print)
-    print("  ".join(f"{name} {value:,}" for name, value in line.items()))
-    _write_json(arguments.json, line)
+    line = evaluate_run(config, arguments.step, say=lambda message: print(message, file=sys.stderr))
+    if process.is_first():
+        print("  ".join(f"{name} {'not finite' if value is None else f'{value:,}'}" for name, value in line.items()))
+        _write_json(arguments.json, line)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

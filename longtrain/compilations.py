@@ -13,6 +13,6 @@ class Compilations:
         self._names = (function, f"jit({function})")
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
-    def _hear(self, event: str, _: float, **details: str | int) -> None:
+    def _hear(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event == _COMPILED and details.get("fun_name") in self._names:
             self.count += 1

@@ -6,48 +6,35 @@ from typing import Any
 import jax
 
 from longtrain.build import Build, build
-from longtrain.checkpoint import Say, restore_parameters
+from longtrain.checkpoint import Say
 from longtrain.config import Config
 from longtrain.data import prepare
 from longtrain.data.loader import Batches
 from longtrain.data.prepare import Prepared
 from longtrain.data.rows import RowIndex
 from longtrain.errors import ConfigError, Problem
+from longtrain.metrics import finite_or_none
 from longtrain.model import Params
-
-
-def data_index(build: Build, prepared: Prepared, split: str) -> RowIndex:
-    """The rows of one split ("train" or "eval"), as the config packs and orders them."""
-    data = build.config.data
-    return RowIndex(
-        prepared,
-        packing=data.packing,
-        sequence_length=build.config.sequence_length,
-        seed=build.config.run.seed,
-        split=split,
-        eval_fraction=data.eval_fraction,
-        weights=tuple(source.weight for source in data.sources),
-        repeat=data.repeat,
-    )
+from longtrain.resume import load_weights
 
 
 class Evaluator:
     """Evaluates weights on the first `eval.sequences` held-out rows. Compiles once, reads the same rows each time.
 
     Raises:
-      ConfigError: when there are no held-out documents, fewer rows than `eval.sequences`, or the mesh cannot share them.
+      ConfigError: when there are fewer held-out rows than `eval.sequences`, or the mesh cannot share them.
     """
 
     def __init__(self, build: Build, prepared: Prepared):
         config = build.config
         self._build = build
-        self._index = data_index(build, prepared, "eval")
+        self._index = RowIndex.of(config, prepared, "eval")
         wanted, held_out = config.eval.sequences, self._index.rows_per_epoch
         shards = build.mesh.shape["data"] * build.mesh.shape["fsdp"]
         if held_out < wanted:
             message = (
-                f"data.eval_fraction = {config.data.eval_fraction} holds out {held_out} rows; legal: at most that many, "
-                "or a larger eval_fraction"
+                f"data.eval_fraction = {config.data.eval_fraction} holds out {held_out} rows; "
+                "legal: at most that many, or a larger eval_fraction"
             )
             raise ConfigError([Problem("eval.sequences", wanted, message)])
         if wanted % shards:
@@ -77,8 +64,8 @@ class Evaluator:
         weight = sum(float(part["weight_sum"]) for part in sums)
         loss = sum(float(part["loss_sum"]) for part in sums) / weight
         return {
-            "eval_loss": loss,
-            "eval_perplexity": math.exp(min(loss, 700.0)),
+            "eval_loss": finite_or_none(loss),
+            "eval_perplexity": finite_or_none(math.exp(min(loss, 700.0))),
             "eval_tokens": sum(int(part["valid_tokens"]) for part in sums),
             "eval_documents": sum(int(part["row_stats"][4]) for part in sums),
         }
@@ -88,9 +75,9 @@ def evaluate_run(config: Config, step: int | None, say: Say) -> dict[str, Any]:
     """The eval line of a run's checkpoint (None: the newest): `step` and what `Evaluator` gives.
 
     Raises:
-      CheckpointError: when there is no such checkpoint.
+      CheckpointError, ConfigError: when there is no such checkpoint or it is of another model.
     """
     built = build(config)
-    parameters, step, _ = restore_parameters(config.run_dir, built.state.parameters, step=step, say=say)
+    parameters, step = load_weights(built, config.run_dir, step=step, say=say)
     prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
     return {"step": step} | Evaluator(built, prepared)(parameters)

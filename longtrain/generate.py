@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from longtrain import layout
 from longtrain.build import Build, build
-from longtrain.checkpoint import Say, restore_parameters
+from longtrain.checkpoint import Say
 from longtrain.config import Config
 from longtrain.data import prepare
 from longtrain.errors import ConfigError, Problem
 from longtrain.model import Params
 from longtrain.parallel.sharding import ACTIVATION, spec
+from longtrain.resume import load_weights
 
 
 def next_token_logits(build: Build, parameters: Params, batch: dict[str, jax.Array], place: jax.Array) -> jax.Array:
@@ -70,7 +72,7 @@ def generate(
     place_of = np.argsort(order)
     rows = build.mesh.shape["data"] * build.mesh.shape["fsdp"]  # every shard of the batch needs a row: the same one
     cut = NamedSharding(build.mesh, spec("BS", ACTIVATION))
-    step = jax.jit(functools.partial(next_token_logits, build))
+    step = jax.jit(functools.partial(next_token_logits, build), out_shardings=NamedSharding(build.mesh, P()))
     random = np.random.default_rng(seed)
 
     def batch_of(row_S: np.ndarray) -> jax.Array:
@@ -109,12 +111,12 @@ def generate_from_run(
     """Yields the text that a run's checkpoint (None: the newest) adds to the prompt, piece by piece.
 
     Raises:
-      CheckpointError: when there is no such checkpoint.
+      CheckpointError, ConfigError: when there is no such checkpoint or it is of another model.
     """
     built = build(config)
-    parameters, _, _ = restore_parameters(config.run_dir, built.state.parameters, step=step, say=say)
+    parameters, _ = load_weights(built, config.run_dir, step=step, say=say)
     tokenizer = prepare.ensure(config, log=say, process_index=jax.process_index()).tokenizer()
-    start = [tokenizer.bos_id] if config.data.add_bos else []
+    start = [tokenizer.bos_id] if config.data.add_bos and tokenizer.bos_id is not None else []
     prompt_tokens = [*start, *tokenizer.encode(prompt)]
     new: list[int] = []
     shown = ""
@@ -134,3 +136,4 @@ def generate_from_run(
         if not text.endswith("\ufffd"):  # a character's bytes may come one by one
             yield text[len(shown) :]
             shown = text
+    yield tokenizer.decode(new)[len(shown) :]  # a character that never became whole

@@ -1,18 +1,38 @@
 """What a run tells of itself: `metrics.jsonl`, TensorBoard, and the line on the terminal."""
 
+import contextlib
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from longtrain.errors import CheckpointError
+
 JSONL = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 5.0
+
+
+def finite_or_none(value: SupportsFloat) -> float | None:
+    """JSON has no NaN: null says that a number was not finite."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Where a file of the run cannot be written, nor will its checkpoints be: the same exit code."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error
 
 
 class Metrics:
@@ -24,29 +44,35 @@ class Metrics:
       run_dir: the run's folder.
       step: the last step that counts; 0 for a new run.
       tensorboard: write event files as well.
+
+    Raises:
+      CheckpointError: when a file cannot be written, at any time.
     """
 
     def __init__(self, run_dir: Path, *, step: int, tensorboard: bool):
-        run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / JSONL
-        _keep_lines_up_to(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8")
         self._board: Any = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter  # slow to import, and not every run wants it
+        with disk_errors(self.path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            _keep_lines_up_to(self.path, step)
+            self._file = self.path.open("a", encoding="utf-8")
+            if tensorboard:
+                from tensorboardX import SummaryWriter  # slow to import, and not every run wants it
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+                # Readers drop what an earlier process wrote from here on, be it killed before its first checkpoint.
+                self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 
     def write(self, line: dict[str, Any]) -> None:
         """One step's line; `step` is its key, numbers go to TensorBoard too."""
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        if self._board is not None:
-            for name, value in line.items():
-                if name != "step" and isinstance(value, int | float):
-                    group = "eval" if name.startswith("eval_") else "train"
-                    self._board.add_scalar(f"{group}/{name.removeprefix('eval_')}", value, line["step"])
-            self._board.flush()
+        with disk_errors(self.path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+            if self._board is not None:
+                for name, value in line.items():
+                    if name != "step" and isinstance(value, int | float):
+                        group = "eval" if name.startswith("eval_") else "train"
+                        self._board.add_scalar(f"{group}/{name.removeprefix('eval_')}", value, line["step"])
+                self._board.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -77,7 +103,8 @@ class Progress:
         self._steps = steps
         self._silent = silent  # every process but the first
         self._console = Console(file=sys.stdout, highlight=False, quiet=silent)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not silent else None
+        on_terminal = self._console.is_terminal and not silent
+        self._live = Live(console=self._console, auto_refresh=False) if on_terminal else None
         self._last_plain = 0.0
         self._recent_seconds: float | None = None
         if self._live is not None:
@@ -102,7 +129,7 @@ class Progress:
             f"{seconds:.2f} s/step  left {left}"
         )
         if "eval_loss" in line:
-            text += f"  eval {line['eval_loss']:.4f}"
+            text += f"  eval {_number(line['eval_loss'], '.4f')}"
         if self._live is not None:
             self._live.update(Text(text), refresh=True)
         last = line["step"] == self._steps

@@ -52,7 +52,7 @@ def make_train_step(
     schedule: optax.Schedule,
     accumulation: int,
 ) -> Callable[[State, Batch, jax.Array], tuple[State, Metrics]]:
-    """A step that updates the state, unless the loss or a gradient is not finite: then only the step number moves."""
+    """A step that updates the state; if the loss, a gradient or the update is not finite only the step number moves."""
 
     def share_of_loss(parameters: Params, batch: Batch, total_weight: jax.Array) -> jax.Array:
         losses_BS = nnx.merge(graph, parameters).losses(batch, how)
@@ -77,7 +77,8 @@ def make_train_step(
         rate = jnp.asarray(schedule(state.step), jnp.float32)
         directions, moments = optimizer.update(gradients, state.optimizer, state.parameters)
         updates = jax.tree.map(lambda direction: -rate * direction, directions)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # With the update's own norm, no rate or moment can make a parameter infinite that a checkpoint would keep.
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(global_norm(updates))
 
         def chosen(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)

@@ -17,8 +17,8 @@ from longtrain.data import prepare
 from longtrain.data.loader import Batches
 from longtrain.data.rows import RowIndex
 from longtrain.errors import NonFiniteError, Preempted
-from longtrain.evaluate import Evaluator, data_index
-from longtrain.metrics import Metrics, Progress
+from longtrain.evaluate import Evaluator
+from longtrain.metrics import Metrics, Progress, disk_errors
 from longtrain.resume import Position, run_record, starting_point
 from longtrain.state import State
 from longtrain.stopping import StopRequest
@@ -29,6 +29,7 @@ def train(config: Config) -> None:
 
     Raises:
       ConfigError, DataError, CheckpointError: as `errors.py` says.
+      DataError: also, once all is saved, when the data ends before `run.steps`.
       NonFiniteError: more than `guard.max_bad_steps` steps in a row were not finite.
       Preempted: a signal asked the run to stop, and it has saved.
     """
@@ -47,20 +48,26 @@ def train(config: Config) -> None:
         for choice in built.choices:
             say(choice)
         prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
-        index = data_index(built, prepared, "train")
+        index = RowIndex.of(config, prepared, "train")
+        say(
+            f"an epoch: {index.documents:,} documents, {index.tokens_per_epoch:,} tokens, "
+            f"{index.rows_per_epoch:,} rows of {config.sequence_length:,}, {index.padding_fraction:.2%} padding"
+        )
 
         checkpoints = Checkpoints(config.run_dir, keep=config.checkpoint.keep, say=say)
         stack.callback(checkpoints.close)
         state, position = starting_point(built, index, checkpoints, say)
         if position.step >= config.run.steps:
-            say(f"{config.run_dir}: the run is complete, {position.step} of run.steps = {config.run.steps}; raise it to go on")
+            done = f"{position.step} of run.steps = {config.run.steps}"
+            say(f"{config.run_dir}: the run is complete, {done}; raise it to go on")
             return
 
         metrics = None
         if first_process:
             metrics = Metrics(config.run_dir, step=position.step, tensorboard=config.metrics.tensorboard)
             stack.callback(metrics.close)
-            (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            with disk_errors(config.run_dir):
+                (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
         started = time.perf_counter()
         compilations = Compilations("train_step")
@@ -81,6 +88,7 @@ def train(config: Config) -> None:
         )
         stack.callback(batches.close)
         accounting = Accounting(built, peak, position.tokens_seen)
+        stop.started()
         loop = _Loop(
             config, index, train_step, evaluate, batches, checkpoints, metrics, progress, accounting, compilations, stop
         )
@@ -121,7 +129,7 @@ class _Loop:
         flight: _Flight | None = None
         saved_step = position.step
         with profiling.traced(config) as trace:
-            while position.step < config.run.steps and not self.stop_agreed:
+            while position.step < config.run.steps and self._rows_left(position) and not self.stop_agreed:
                 trace.before_step(position.step + 1)
                 waiting = time.perf_counter()
                 batch = next(self.batches)
@@ -153,9 +161,14 @@ class _Loop:
         self.checkpoints.wait()
         if self.stop_agreed and position.step < config.run.steps:
             raise Preempted(
-                f"stopped by {self.stop.received or 'a signal to another process'} after step {position.step}, saved in "
-                f"{self.checkpoints.folder}: run the same command again to go on"
+                f"stopped by {self.stop.received or 'a signal to another process'} after step {position.step}, saved "
+                f"in {self.checkpoints.folder}: run the same command again to go on"
             )
+        if position.step < config.run.steps:
+            self.index.check(position.rows_taken, config.batch.sequences)
+
+    def _rows_left(self, position: Position) -> bool:
+        return self.index.rows is None or position.rows_taken + self.config.batch.sequences <= self.index.rows
 
     def _due(self, every: int | None, step: int) -> bool:
         return every is not None and (step % every == 0 or step == self.config.run.steps)
@@ -177,19 +190,19 @@ class _Loop:
             data_wait=self._unlogged_wait / self._unlogged_steps,
             compilations=self.compilations.count,
         )
-        self._check_finite(int(sums["bad_steps"]), line)
+        if bad_steps := int(sums["bad_steps"]):
+            self._tell_bad_step(bad_steps, line)
         return line
 
-    def _check_finite(self, bad_steps: int, line: dict[str, Any]) -> None:
-        if not bad_steps:
-            return
-        size = self.config.batch.sequences
+    def _tell_bad_step(self, bad_steps: int, line: dict[str, Any]) -> None:
+        loss, norm = (line[name] if line[name] is not None else "not finite" for name in ("loss", "grad_norm"))
         message = (
-            f"step {line['step']}: loss {line['loss']}, grad_norm {line['grad_norm']} (null or None: not finite); the update "
-            f"was not applied ({bad_steps} in a row; guard.max_bad_steps = {self.config.guard.max_bad_steps}); "
-            f"`longtrain data inspect CONFIG --step {line['step']}` shows its {size} rows"
+            f"step {line['step']}: the loss, a gradient or the update is not finite (loss {loss}, grad_norm {norm}); "
+            f"nothing was applied ({bad_steps} in a row; guard.max_bad_steps = {self.config.guard.max_bad_steps}); "
+            f"`longtrain data inspect CONFIG --step {line['step']}` shows its {self.config.batch.sequences} rows"
         )
         if bad_steps > self.config.guard.max_bad_steps:
+            self._write(line)
             raise NonFiniteError(message)
         self.progress.say(message)
 
@@ -197,6 +210,9 @@ class _Loop:
         step = line["step"]
         if step % self.config.metrics.log_every and step != self.config.run.steps and "eval_loss" not in line:
             return
+        self._write(line)
+
+    def _write(self, line: dict[str, Any]) -> None:
         self._unlogged_steps, self._unlogged_seconds, self._unlogged_wait = 0, 0.0, 0.0
         if self.metrics is not None:
             self.metrics.write(line)

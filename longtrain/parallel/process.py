@@ -6,6 +6,7 @@ is really there, so that a run never goes on with other devices than it was writ
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from longtrain.parallel import backend
 # Simulated devices share the host's cores, so a peer may be minutes late in a collective without being dead.
 COLLECTIVE_WAIT_SECONDS = 1800
 COLLECTIVE_TIMEOUT_FLAGS_SINCE = (0, 8, 3)
+
+# How long a process that ends, by an error say, waits for the others to end too before it gives them up.
+FAREWELL_SECONDS = 30
 
 JAX_CLUSTER_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -28,12 +32,16 @@ class Cluster:
     processes: int
     process: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.process < self.processes:
+            raise ClusterError(f"process {self.process} of {self.processes}: must be 0 to {self.processes - 1}")
+
 
 def find_cluster(config: Config, environment: Mapping[str, str]) -> Cluster | None:
     """The cluster this process belongs to, from the config, JAX's own variables or SLURM; None for a single process.
 
     Raises:
-      ClusterError: when some but not all of the variables are set, or one is no number.
+      ClusterError: when some but not all of the variables are set, one is no number, or the process's is too high.
     """
     section = config.cluster
     if section.coordinator_address is not None:
@@ -45,7 +53,8 @@ def find_cluster(config: Config, environment: Mapping[str, str]) -> Cluster | No
         if missing:
             raise ClusterError(f"{', '.join(given)} is set but {', '.join(missing)} is not: set all three or none")
         try:
-            return Cluster(given["JAX_COORDINATOR_ADDRESS"], int(given["JAX_NUM_PROCESSES"]), int(given["JAX_PROCESS_ID"]))
+            address, processes, process = (given[name] for name in JAX_CLUSTER_VARIABLES)
+            return Cluster(address, int(processes), int(process))
         except ValueError as error:
             raise ClusterError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be whole numbers: {error}") from error
     try:
@@ -83,8 +92,8 @@ def prepare_environment(config: Config, environment: MutableMapping[str, str] = 
         processes = cluster.processes if cluster else 1
         if simulated % processes:
             raise ClusterError(
-                f"mesh.simulate_devices = {config.mesh.simulate_devices}: {simulated} simulated devices cannot be shared "
-                f"evenly by {processes} processes"
+                f"mesh.simulate_devices = {config.mesh.simulate_devices}: {simulated} simulated devices cannot be "
+                f"shared evenly by {processes} processes"
             )
         environment["JAX_PLATFORMS"] = "cpu"
         flags.append(f"--xla_force_host_platform_device_count={simulated // processes}")
@@ -107,10 +116,16 @@ def join_cluster(config: Config) -> None:
     cluster = find_cluster(config, os.environ)
     try:
         if cluster is not None:
-            if cluster.coordinator is None:
-                jax.distributed.initialize(cluster_detection_method="slurm")
-            else:
-                jax.distributed.initialize(cluster.coordinator, cluster.processes, cluster.process)
+            place = cluster.coordinator or "the address that SLURM gives"
+            message = f"joining the cluster at {place} as process {cluster.process} of {cluster.processes}"
+            print(message, file=sys.stderr, flush=True)
+            jax.distributed.initialize(
+                cluster.coordinator,
+                cluster.processes,
+                cluster.process,
+                cluster_detection_method=None if cluster.coordinator else "slurm",
+                shutdown_timeout_seconds=FAREWELL_SECONDS,
+            )
         devices = jax.devices()
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"the cluster cannot start: {error}") from error
@@ -122,8 +137,8 @@ def join_cluster(config: Config) -> None:
         )
     if simulated is not None and len(devices) != simulated:
         raise ClusterError(
-            f"mesh.simulate_devices asks for {simulated} simulated devices, but JAX has {len(devices)}: JAX was started "
-            "before, or XLA_FLAGS sets another count"
+            f"mesh.simulate_devices asks for {simulated} simulated devices, but JAX has {len(devices)}: "
+            "JAX was started before, or XLA_FLAGS sets another count"
         )
 
 
