@@ -57,17 +57,18 @@ class Build:
         row_cut = NamedSharding(self.mesh, P(BATCH_AXES))
         return batch | {"row_stats": jax.ShapeDtypeStruct((sequences, ROW_STATS), jnp.uint32, sharding=row_cut)}
 
-    def train_step(self) -> jax.stages.Compiled:
-        """The compiled train step of (state, batch, stop votes); the state is donated.
-
-        Compiled ahead: another shape or sharding is an error, never a second compilation.
-        """
+    def lowered_train_step(self) -> jax.stages.Lowered:
+        """The train step of (state, batch, stop votes), traced but not yet compiled; the state is donated."""
         step = make_train_step(self.graph, self.how, self.optimizer, self.schedule, self.config.batch.accumulation)
         # The state comes out as it went in, so that the next step takes it without a copy.
         cuts = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         votes = jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32, sharding=NamedSharding(self.mesh, P(AXES)))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(cuts, None))
-        return jitted.lower(self.state, self.batch(self.config.batch.sequences), votes).compile()
+        return jitted.lower(self.state, self.batch(self.config.batch.sequences), votes)
+
+    def train_step(self) -> jax.stages.Compiled:
+        """The compiled train step. Compiled ahead: another shape or sharding is an error, never a second compilation."""
+        return self.lowered_train_step().compile()
 
     def eval_step(self, sequences: int) -> jax.stages.Compiled:
         """The compiled eval step over this many rows, of (parameters, batch)."""

@@ -33,8 +33,9 @@ def initial(config: Config, optimizer: optax.GradientTransformation, seed: jax.t
 
 
 def shardings(state: State, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
-    """The sharding of every leaf of an abstract state: parameters by the table, their moments alike, scalars everywhere."""
-    everywhere = NamedSharding(mesh, P())
+    """The sharding of every leaf of an abstract state: parameters by the table, their moments alike, scalars
+    everywhere."""
+    everywhere: Any = NamedSharding(mesh, P())  # a state whose leaves are shardings instead of arrays
     parameters = model.shardings(state.parameters, mesh)
     moments = optax.tree_map_params(
         optimizer,

@@ -15,6 +15,9 @@ from longtrain.parallel.sharding import ACTIVATION, PARAMETER, PARAMETER_AXES, s
 
 X_SPEC, HEAD_SPEC, TOKEN_SPEC = spec("BSD", ACTIVATION), spec("DV", PARAMETER), spec("BS", ACTIVATION)
 
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""What the backward pass needs: x_BSD, head_DV, targets_BS and the log-sum-exp lse_BS."""
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def token_losses(x_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, mesh: Mesh, chunk: int) -> jax.Array:
@@ -31,7 +34,9 @@ def token_losses(x_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, me
     return _forward(x_BSD, head_DV, targets_BS, mesh, chunk)[0]
 
 
-def _forward(x_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, mesh: Mesh, chunk: int):  # type: ignore[no-untyped-def]
+def _forward(
+    x_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, mesh: Mesh, chunk: int
+) -> tuple[jax.Array, Residuals]:
     losses_BS, lse_BS = jax.shard_map(
         functools.partial(_local_forward, chunk=chunk),
         mesh=mesh,
@@ -42,14 +47,17 @@ def _forward(x_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, mesh: 
     return losses_BS, (x_BSD, head_DV, targets_BS, lse_BS)
 
 
-def _backward(mesh: Mesh, chunk: int, residuals: tuple[jax.Array, ...], gradient_BS: jax.Array):  # type: ignore[no-untyped-def]
+def _backward(
+    mesh: Mesh, chunk: int, residuals: Residuals, gradient_BS: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    x_BSD, head_DV, targets_BS, lse_BS = residuals
     dx_BSD, dhead_DV = jax.shard_map(
         functools.partial(_local_backward, chunk=chunk),
         mesh=mesh,
         in_specs=(X_SPEC, HEAD_SPEC, TOKEN_SPEC, TOKEN_SPEC, TOKEN_SPEC),
         out_specs=(X_SPEC, HEAD_SPEC),
         check_vma=False,
-    )(*residuals, gradient_BS)
+    )(x_BSD, head_DV, targets_BS, lse_BS, gradient_BS)
     return dx_BSD, dhead_DV, None
 
 
@@ -84,10 +92,12 @@ def _is_target(targets_BT: jax.Array, vocabulary: int) -> jax.Array:
     return jnp.arange(vocabulary) == (targets_BT - first)[..., None]
 
 
-def _local_forward(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, *, chunk: int):  # type: ignore[no-untyped-def]
+def _local_forward(
+    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, *, chunk: int
+) -> tuple[jax.Array, jax.Array]:
     head_DV = _gather_head(head_DV, x_BTD.dtype)
 
-    def one_chunk(_: None, inputs: tuple[jax.Array, jax.Array]):  # type: ignore[no-untyped-def]
+    def one_chunk(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
         x, targets = inputs
         logits = _logits(x, head_DV)
         top = jax.lax.pmax(logits.max(-1), "tensor")
@@ -102,7 +112,7 @@ def _local_forward(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, 
     return _joined(losses, length), _joined(lse, length)
 
 
-def _local_backward(  # type: ignore[no-untyped-def]
+def _local_backward(
     x_BTD: jax.Array,
     head_DV: jax.Array,
     targets_BT: jax.Array,
@@ -110,7 +120,7 @@ def _local_backward(  # type: ignore[no-untyped-def]
     gradient_BT: jax.Array,
     *,
     chunk: int,
-):
+) -> tuple[jax.Array, jax.Array]:
     whole_DV = _gather_head(head_DV, x_BTD.dtype)
 
     def one_chunk(dhead_DV: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
