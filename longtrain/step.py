@@ -52,16 +52,18 @@ def make_train_step(
     schedule: optax.Schedule,
     accumulation: int,
 ) -> Callable[[State, Batch, jax.Array], tuple[State, Metrics]]:
-    """A step that updates the state; if the loss, a gradient or the update is not finite only the step number moves."""
+    """A step that updates the state. If the loss, a gradient or the update is not finite, or the batch is all padding,
+    only the step number and the count of bad steps move."""
 
     def share_of_loss(parameters: Params, batch: Batch, total_weight: jax.Array) -> jax.Array:
         losses_BS = nnx.merge(graph, parameters).losses(batch, how)
         return jnp.sum(losses_BS * batch["weights"]) / total_weight
 
     def train_step(state: State, batch: Batch, stop_votes: jax.Array) -> tuple[State, Metrics]:
-        # A batch of padding alone has loss 0 and no gradient.
         total_weight = jnp.sum(batch["weights"])
-        total_weight = jnp.where(total_weight > 0, total_weight, 1)
+        # A batch of padding alone has loss 0 and no gradient; decay and momentum must not move the weights for it either.
+        nothing_to_learn = total_weight == 0
+        total_weight = jnp.where(nothing_to_learn, 1, total_weight)
         gradient_of = jax.value_and_grad(share_of_loss)
         if accumulation == 1:
             loss, gradients = gradient_of(state.parameters, batch, total_weight)
@@ -70,8 +72,10 @@ def make_train_step(
             def add(sums: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
                 return jax.tree.map(jnp.add, sums, gradient_of(state.parameters, part, total_weight)), None
 
-            nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.parameters))
-            (loss, gradients), _ = jax.lax.scan(add, nothing, _micro_batches(batch, accumulation, how))
+            # Summed in float32 whatever the parameters' dtype: in bfloat16 the later parts would be rounded away.
+            zeros = jax.tree.map(lambda parameter: jnp.zeros_like(parameter, jnp.float32), state.parameters)
+            (loss, sums), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), _micro_batches(batch, accumulation, how))
+            gradients = jax.tree.map(lambda total, like: total.astype(like.dtype), sums, state.parameters)
 
         norm = global_norm(gradients)
         rate = jnp.asarray(schedule(state.step), jnp.float32)
@@ -80,8 +84,10 @@ def make_train_step(
         # With the update's own norm, no rate or moment can make a parameter infinite that a checkpoint would keep.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(global_norm(updates))
 
+        take = finite & ~nothing_to_learn
+
         def chosen(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+            return jax.tree.map(lambda new, old: jnp.where(take, new, old), new, old)
 
         after = State(
             step=state.step + 1,
