@@ -84,9 +84,7 @@ class Case:
         }
         keys = jax.random.split(jax.random.key(0), 4)
         heads = (N, K, K, N)
-        self.arrays = [
-            place(jax.random.normal(k, (1, length, n, H), dtype)) for k, n in zip(keys, heads, strict=True)
-        ]
+        self.arrays = [place(jax.random.normal(k, (1, length, n, H), dtype)) for k, n in zip(keys, heads, strict=True)]
         call = functools.partial(op, **tokens, mesh=mesh, strategy=strategy, layout=layout_name)
 
         def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array):
@@ -128,9 +126,7 @@ def bench_one_device(length: int, with_dense: bool) -> None:
     dtypes = (jnp.float32, jnp.bfloat16)
     ours = [Case(length, dtype=dtype) for dtype in dtypes]
     others = [Case(length, causal=False)] + ([Case(length, op=dense)] if with_dense else [])
-    *times, both_ways, dense_time = cpu_seconds(
-        *ours, *map(matmul, dtypes), *others, *[lambda: 0] * (not with_dense)
-    )
+    *times, both_ways, dense_time = cpu_seconds(*ours, *map(matmul, dtypes), *others, *[lambda: 0] * (not with_dense))
     size = f"{length // 1024}K"
     for i, limit in enumerate((0.75, 0.55)):
         rate, peak = 7 * N * H * length**2 / times[i], 2 * 2048**3 / times[2 + i]
@@ -182,9 +178,7 @@ def bench_packed(length: int) -> None:
     one, packed = cpu_seconds(Case(length), Case(length, segments=segments))
     sizes = np.unique(segments, return_counts=True)[1].astype(float)
     pairs = (sizes * (sizes + 1)).sum() / (length * (length + 1))
-    report(
-        f"{length // 1024}K: documents of mean 4K / one document / ratio of pairs", packed / one / pairs, 1.2
-    )
+    report(f"{length // 1024}K: documents of mean 4K / one document / ratio of pairs", packed / one / pairs, 1.2)
 
 
 def bench_balance(length: int, shards: int) -> None:
@@ -200,10 +194,7 @@ def bench_balance(length: int, shards: int) -> None:
             for seed in range(4):
                 segments = documents(draw(np.random.default_rng(seed)), length)
                 sizes = np.unique(segments, return_counts=True)[1].astype(float)
-                busiest = (
-                    layout.work(name, segments, shards).max(axis=1).sum()
-                    * layout.tile(name, length, shards) ** 2
-                )
+                busiest = layout.work(name, segments, shards).max(axis=1).sum() * layout.tile(name, length, shards) ** 2
                 ratios.append(busiest / ((sizes**2).sum() / 2 / shards))
             bar = f"{length // 1024}K over {shards}: lock-step imbalance, {mix}, {name}"
             if name == "dealt":
@@ -223,9 +214,7 @@ def bench_remat(length: int, shards: int) -> None:
         "qkv": jax.random.normal(keys[0], (2, D, (N + 2 * K) * H)) * D**-0.5,
         "out": jax.random.normal(keys[1], (2, D, D)) * D**-0.5,
     }
-    x = jax.device_put(
-        jax.random.normal(keys[2], (1, length, D)), NamedSharding(mesh, PartitionSpec(None, "context"))
-    )
+    x = jax.device_put(jax.random.normal(keys[2], (1, length, D)), NamedSharding(mesh, PartitionSpec(None, "context")))
 
     def layer(x, weights):
         qkv = (x @ weights["qkv"]).reshape(1, length, N + 2 * K, H)
@@ -249,9 +238,7 @@ def bench_remat(length: int, shards: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true", help="also 32K tokens, and dense attention of 8K")
     long = parser.parse_args().long
     print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")

@@ -19,9 +19,7 @@ def attention(q_BSNH, k_BSKH, v_BSKH, d_out_BSNH, *, positions_BS, segments_BS, 
     """`out`, `dq`, `dk`, `dv` by the contract's mask rule; padding in the inputs may hold anything."""
     positions, segments = np.asarray(positions_BS), np.asarray(segments_BS)
     real = (segments != 0)[:, :, None, None]
-    q, k, v, d_out = (
-        np.where(real, np.asarray(x, np.float64), 0) for x in (q_BSNH, k_BSKH, v_BSKH, d_out_BSNH)
-    )
+    q, k, v, d_out = (np.where(real, np.asarray(x, np.float64), 0) for x in (q_BSNH, k_BSKH, v_BSKH, d_out_BSNH))
     B, S, N, H = q.shape
     K = k.shape[2]
     scale = H**-0.5 if scale is None else scale
@@ -32,7 +30,8 @@ def attention(q_BSNH, k_BSKH, v_BSKH, d_out_BSNH, *, positions_BS, segments_BS, 
     scores = np.where(seen, np.einsum("bikgh,bjkh->bkgij", q, k) * scale, -np.inf)
     peak = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isfinite(peak), peak, 0))
-    weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+    total = weights.sum(axis=-1, keepdims=True)
+    weights /= np.where(total == 0, 1, total)
 
     out = np.einsum("bkgij,bjkh->bikgh", weights, v)
     d_weights = np.einsum("bikgh,bjkh->bkgij", d_out, v)

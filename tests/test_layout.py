@@ -87,9 +87,7 @@ ROWS = {
 def test_work_counts_the_tiles_that_attention_visits(name, lengths, shards=4):
     segments = row(lengths)
     order, size = layout.order(name, 2048, shards), layout.tile(name, 2048, shards)
-    local = tiles.Tokens(
-        *(jnp.asarray(x[order].reshape(shards, -1)) for x in (positions_of(segments), segments))
-    )
+    local = tiles.Tokens(*(jnp.asarray(x[order].reshape(shards, -1)) for x in (positions_of(segments), segments)))
     bounds = tiles.bounds(local, size)
 
     def visited(shard: int, source: int) -> int:
@@ -97,9 +95,7 @@ def test_work_counts_the_tiles_that_attention_visits(name, lengths, shards=4):
         kv = tiles.Bounds(*(x[source][None] for x in bounds))
         return int((~tiles.empty(q, kv)).sum())
 
-    expected = [
-        [visited(shard, (shard - step) % shards) for shard in range(shards)] for step in range(shards)
-    ]
+    expected = [[visited(shard, (shard - step) % shards) for shard in range(shards)] for step in range(shards)]
     assert layout.work(name, segments, shards).tolist() == expected
 
 

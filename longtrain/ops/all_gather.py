@@ -22,7 +22,7 @@ SEQUENCE = 3
 def forward(
     kernel: Kernel, axis: str, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, jax.Array]:
-    """out_BKGTH and lse_BKGT (float32) of this shard's queries over the keys of all shards."""
+    """out_BKGTH and stats_2BKGT (float32) of this shard's queries over the keys of all shards."""
     k_BKSH, v_BKSH = _gather(k_BKTH, v_BKTH, axis)
     return kernel.forward(q_BKGTH, k_BKSH, v_BKSH, tokens, gather_tokens(tokens, axis))
 
@@ -34,14 +34,14 @@ def backward(
     k_BKTH: jax.Array,
     v_BKTH: jax.Array,
     d_out_BKGTH: jax.Array,
-    lse_BKGT: jax.Array,
+    stats_2BKGT: jax.Array,
     delta_BKGT: jax.Array,
     tokens: Tokens,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq_BKGTH, dk_BKTH and dv_BKTH of this shard, float32."""
     k_BKSH, v_BKSH = _gather(k_BKTH, v_BKTH, axis)
     dq_BKGTH, dk_BKSH, dv_BKSH = kernel.backward(
-        q_BKGTH, k_BKSH, v_BKSH, d_out_BKGTH, lse_BKGT, delta_BKGT, tokens, gather_tokens(tokens, axis)
+        q_BKGTH, k_BKSH, v_BKSH, d_out_BKGTH, stats_2BKGT, delta_BKGT, tokens, gather_tokens(tokens, axis)
     )
     d_kv_2BKSH = jnp.stack((dk_BKSH, dv_BKSH))
     dk_BKTH, dv_BKTH = lax.psum_scatter(d_kv_2BKSH, axis, scatter_dimension=SEQUENCE, tiled=True)

@@ -116,9 +116,7 @@ def _on_replicated_shard(
     return _on_shard(call, q_BTNH, k_BT1H, v_BT1H, tokens)
 
 
-def _on_shard(
-    call: _Call, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens
-) -> jax.Array:
+def _on_shard(call: _Call, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens) -> jax.Array:
     """One shard's part: heads before the sequence, query heads grouped by the key/value head they read."""
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -135,9 +133,7 @@ def _blank_padding(x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(
-    call: _Call, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
-) -> jax.Array:
+def _differentiable(call: _Call, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens) -> jax.Array:
     """A shard's attention, in q's dtype, with one derivative rule for the whole distributed operation."""
     return _differentiable_forward(call, q_BKGTH, k_BKTH, v_BKTH, tokens)[0]
 
@@ -150,22 +146,22 @@ def _differentiable_forward(
     q, k, v, known = lax.optimization_barrier((q_BKGTH, k_BKTH, v_BKTH, tokens))
     k, v = k.astype(q.dtype), v.astype(q.dtype)
     if call.context_axis is None:
-        out_BKGTH, lse_BKGT = call.kernel.forward(q, k, v, known, known)
+        out_BKGTH, stats_2BKGT = call.kernel.forward(q, k, v, known, known)
     else:
         strategy = STRATEGIES[call.strategy]
-        out_BKGTH, lse_BKGT = strategy.forward(call.kernel, call.context_axis, q, k, v, known)
+        out_BKGTH, stats_2BKGT = strategy.forward(call.kernel, call.context_axis, q, k, v, known)
     # Named here, inside the rule: names on the outputs of a custom_vjp are no use to a remat policy.
     out_BKGTH = checkpoint_name(out_BKGTH.astype(q.dtype), SAVED_NAMES[0])
-    lse_BKGT = checkpoint_name(lse_BKGT, SAVED_NAMES[1])
-    return out_BKGTH, (q_BKGTH, k_BKTH, v_BKTH, tokens, out_BKGTH, lse_BKGT)
+    stats_2BKGT = checkpoint_name(stats_2BKGT, SAVED_NAMES[1])
+    return out_BKGTH, (q_BKGTH, k_BKTH, v_BKTH, tokens, out_BKGTH, stats_2BKGT)
 
 
 def _differentiable_backward(call: _Call, residuals: tuple, d_out_BKGTH: jax.Array) -> tuple:
     # The barrier keeps XLA from merging the backward's transfers of k and v with the forward's, which would
     # keep every received block alive in between.
-    q, k, v, tokens, out, lse, d_out = lax.optimization_barrier((*residuals, d_out_BKGTH))
+    q, k, v, tokens, out, stats, d_out = lax.optimization_barrier((*residuals, d_out_BKGTH))
     delta_BKGT = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    arrays = (q, k.astype(q.dtype), v.astype(q.dtype), d_out, lse, delta_BKGT)
+    arrays = (q, k.astype(q.dtype), v.astype(q.dtype), d_out, stats, delta_BKGT)
     if call.context_axis is None:
         grads = call.kernel.backward(*arrays, tokens, tokens)
     else:

@@ -6,8 +6,8 @@
     step 2               2 3 0 1        runs beside the compute. With n shards, n - 1 shifts show every block
     step 3               1 2 3 0        to every shard.
 
-Forward: each step gives the attention over its block alone, with the log-sum-exp of its scores; two such
-results merge into the result over both blocks exactly (`merge`). Nothing is kept of a block that has passed,
+Forward: each step gives the attention over its block alone, with its softmax's statistics; two such results
+merge into the result over both blocks exactly (`merge`). Nothing is kept of a block that has passed,
 so memory is that of the local sequence.
 
 Backward: the keys make the same round again, and their gradient follows in float32 one step behind: what the
@@ -29,7 +29,7 @@ from longtrain.ops.kernels import Kernel
 from longtrain.ops.tiles import Tokens
 
 Result = tuple[jax.Array, jax.Array]
-"""Attention over some of the keys: out_BKGTH and lse_BKGT, float32."""
+"""Attention over some of the keys: out_BKGTH and stats_2BKGT (peak, total), float32."""
 
 
 def forward(
@@ -50,7 +50,8 @@ def forward(
         next_kv_2BKTH = _shift(kv_2BKTH, axis)
         return (next_kv_2BKTH, merge(result, attend(step, kv_2BKTH))), None
 
-    nothing = (jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.full(q_BKGTH.shape[:-1], tiles.UNSEEN, jnp.float32))
+    unseen = jnp.full(q_BKGTH.shape[:-1], tiles.UNSEEN, jnp.float32)
+    nothing = (jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.stack((unseen, jnp.ones_like(unseen))))
     carry = (jnp.stack((k_BKTH, v_BKTH)), nothing)
     (kv_2BKTH, result), _ = lax.scan(shift_and_attend, carry, jnp.arange(shards - 1))
     return merge(result, attend(shards - 1, kv_2BKTH))
@@ -63,18 +64,18 @@ def backward(
     k_BKTH: jax.Array,
     v_BKTH: jax.Array,
     d_out_BKGTH: jax.Array,
-    lse_BKGT: jax.Array,
+    stats_2BKGT: jax.Array,
     delta_BKGT: jax.Array,
     tokens: Tokens,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq_BKGTH, dk_BKTH and dv_BKTH of this shard, float32. `lse` is over the keys of all shards."""
+    """dq_BKGTH, dk_BKTH and dv_BKTH of this shard, float32. `stats` are over the keys of all shards."""
     shards = lax.axis_size(axis)
     block_tokens = _gather_tokens(tokens, axis)
 
     def differentiate(step: jax.Array | int, kv_2BKTH: jax.Array) -> tuple[jax.Array, jax.Array]:
         k_BKTH, v_BKTH = kv_2BKTH
         dq_BKGTH, dk_BKTH, dv_BKTH = kernel.backward(
-            q_BKGTH, k_BKTH, v_BKTH, d_out_BKGTH, lse_BKGT, delta_BKGT, tokens, block_tokens(step)
+            q_BKGTH, k_BKTH, v_BKTH, d_out_BKGTH, stats_2BKGT, delta_BKGT, tokens, block_tokens(step)
         )
         return dq_BKGTH, jnp.stack((dk_BKTH, dv_BKTH))
 
@@ -103,15 +104,15 @@ def backward(
 def merge(x: Result, y: Result) -> Result:
     """Attention over two disjoint sets of keys, from the attention over each.
 
-    The greater log-sum-exp is subtracted first, so nothing overflows; rows that saw nothing (out 0, lse
-    UNSEEN) add nothing, and change no bit of the other side.
+    The greater peak is subtracted from both, so nothing overflows. A row that saw nothing on one side (out 0, peak
+    UNSEEN) keeps the other side's result to the bit.
     """
-    (out_x, lse_x), (out_y, lse_y) = x, y
-    peak = jnp.maximum(lse_x, lse_y)
-    weight_x, weight_y = jnp.exp(lse_x - peak), jnp.exp(lse_y - peak)
-    total = weight_x + weight_y
-    out = out_x * (weight_x / total)[..., None] + out_y * (weight_y / total)[..., None]
-    return out, peak + jnp.log(total)
+    (out_x, (peak_x, total_x)), (out_y, (peak_y, total_y)) = x, y
+    peak = jnp.maximum(peak_x, peak_y)
+    total_x, total_y = total_x * jnp.exp(peak_x - peak), total_y * jnp.exp(peak_y - peak)
+    total = total_x + total_y
+    out = out_x * (total_x / total)[..., None] + out_y * (total_y / total)[..., None]
+    return out, jnp.stack((peak, total))
 
 
 def _shift(x: jax.Array, axis: str) -> jax.Array:

@@ -1,14 +1,17 @@
 """Which pairs of tokens see each other, and which tiles of such pairs are worth computing.
 
-The rule of the mask: query i sees key j when their segments are equal and not 0, and position i >= position
-j. It is read from the tokens' own segments and positions, never from array indices, so any order of the
-tokens is right.
+The rule of the mask: query i sees key j when their segments are equal and not 0, and position i >= position j.
+It is read from the tokens' own segments and positions, never from array indices, so any order of the tokens is
+right.
 
-Scores are computed tile by tile. From the least and greatest token of each tile, a pair of tiles is one of -
-full: every query sees every key, no mask needed; - empty: no query sees any key, never computed; - partial:
-anything else, masked element by element. For any input "full" and "empty" are certain, and "partial" is
-always safe. For tiles that cover one stretch of a row (which the layouts arrange) the three are also exact: a
-pair called partial has a visible pair in it.
+Scores are computed tile by tile. From the least and greatest token of each tile, a pair of tiles is one of
+
+    full      every query sees every key, no mask needed
+    empty     no query sees any key, never computed
+    partial   anything else, masked element by element
+
+For any input "full" and "empty" are certain, and "partial" is always safe. For tiles that each cover one stretch
+of a row (which the layouts arrange) the three are exact: a pair called partial has a visible pair in it.
 """
 
 from typing import NamedTuple
@@ -22,7 +25,7 @@ MASKED = -1e30
 """Added to a score that must not be seen: far below UNSEEN, so that its exponential is exactly 0."""
 
 UNSEEN = -1e29
-"""Log-sum-exp of a row that sees nothing: finite, so that no merge or backward ever meets inf - inf."""
+"""Greatest score of a row that sees nothing: finite, so that nothing ever meets inf - inf."""
 
 
 class Tokens(NamedTuple):
@@ -33,9 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest real token of each tile, ordered by segment, then position. All int32 [...,
-    tile].
-    """
+    """The least and the greatest real token of each tile, by segment, then position: int32 [..., tile]."""
 
     first_segment: jax.Array
     first_position: jax.Array

@@ -20,6 +20,10 @@ from jax import lax
 from longtrain.ops import tiles
 from longtrain.ops.tiles import Tokens
 
+SMALLEST_TILE = 64
+"""Shorter tiles are padded. XLA:CPU rounds smaller matrix products differently in the forward's orientation and in
+the backward's; where scores reach 1e3, the gradients would feel it."""
+
 Arrays = tuple[jax.Array, ...]
 
 
@@ -34,6 +38,7 @@ def forward(
     tile: int,
 ) -> tuple[jax.Array, jax.Array]:
     """See the package. Softmax in one pass: each tile rescales what the tiles before it have summed."""
+    tile = max(tile, SMALLEST_TILE)
     length = q_BKGTH.shape[3]
     q_BKGTH, (k_BKSH, v_BKSH) = _pad(q_BKGTH, 3, tile), (_pad(x, 2, tile) for x in (k_BKSH, v_BKSH))
     q_tokens, kv_tokens = _pad_tokens(q_tokens, tile), _pad_tokens(kv_tokens, tile)
@@ -42,7 +47,7 @@ def forward(
     R = G * tile
 
     def query_tile(index: jax.Array, results: Arrays) -> Arrays:
-        out_BKGTH, lse_BKGT = results
+        out_BKGTH, peak_BKGT, total_BKGT = results
         b, i = index // (T // tile), index % (T // tile)
         q_KRH = _take(q_BKGTH, b, i, 3, tile).reshape(K, R, H)
         rows = Tokens(*(_take(x, b, i, 1, tile) for x in q_tokens))
@@ -69,12 +74,13 @@ def forward(
         sum_KRH, total_KR, peak_KR = _visit(visits, key_tile, carry)
         total_KR = jnp.where(total_KR == 0, 1, total_KR)
         out_KGTH = (sum_KRH / total_KR[..., None]).reshape(K, G, tile, H)
-        lse_KGT = (peak_KR + jnp.log(total_KR)).reshape(K, G, tile)
-        return _put(out_BKGTH, out_KGTH, b, i, 3, tile), _put(lse_BKGT, lse_KGT, b, i, 3, tile)
+        peak_BKGT = _put(peak_BKGT, peak_KR.reshape(K, G, tile), b, i, 3, tile)
+        total_BKGT = _put(total_BKGT, total_KR.reshape(K, G, tile), b, i, 3, tile)
+        return _put(out_BKGTH, out_KGTH, b, i, 3, tile), peak_BKGT, total_BKGT
 
-    results = (_zeros(B, K, G, T, H), _zeros(B, K, G, T))
-    out_BKGTH, lse_BKGT = lax.fori_loop(0, B * (T // tile), query_tile, results)
-    return out_BKGTH[:, :, :, :length], lse_BKGT[:, :, :, :length]
+    results = (_zeros(B, K, G, T, H), _zeros(B, K, G, T), _zeros(B, K, G, T))
+    out_BKGTH, *stats = lax.fori_loop(0, B * (T // tile), query_tile, results)
+    return out_BKGTH[:, :, :, :length], jnp.stack(stats)[..., :length]
 
 
 def backward(
@@ -82,7 +88,7 @@ def backward(
     k_BKSH: jax.Array,
     v_BKSH: jax.Array,
     d_out_BKGTH: jax.Array,
-    lse_BKGT: jax.Array,
+    stats_2BKGT: jax.Array,
     delta_BKGT: jax.Array,
     q_tokens: Tokens,
     kv_tokens: Tokens,
@@ -90,10 +96,12 @@ def backward(
     scale: float,
     tile: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See the package. The softmax is rebuilt tile by tile from the global log-sum-exp."""
+    """See the package. The softmax is rebuilt tile by tile from its global statistics."""
+    tile = max(tile, SMALLEST_TILE)
     length, kv_length = q_BKGTH.shape[3], k_BKSH.shape[2]
-    q_BKGTH, d_out_BKGTH, lse_BKGT, delta_BKGT = (
-        _pad(x, 3, tile) for x in (q_BKGTH, d_out_BKGTH, lse_BKGT, delta_BKGT)
+    peak_BKGT, share_BKGT = stats_2BKGT[0], 1 / stats_2BKGT[1]
+    q_BKGTH, d_out_BKGTH, peak_BKGT, share_BKGT, delta_BKGT = (
+        _pad(x, 3, tile) for x in (q_BKGTH, d_out_BKGTH, peak_BKGT, share_BKGT, delta_BKGT)
     )
     k_BKSH, v_BKSH = (_pad(x, 2, tile) for x in (k_BKSH, v_BKSH))
     q_tokens, kv_tokens = _pad_tokens(q_tokens, tile), _pad_tokens(kv_tokens, tile)
@@ -107,7 +115,9 @@ def backward(
         dq_BKHGT, dk_BKSH, dv_BKSH = grads
         b, i = index // (T // tile), index % (T // tile)
         q_KRH, d_out_KRH = (_take(x, b, i, 3, tile).reshape(K, R, H) for x in (q_BKGTH, d_out_BKGTH))
-        lse_KR, delta_KR = (_take(x, b, i, 3, tile).reshape(K, R) for x in (lse_BKGT, delta_BKGT))
+        peak_KR, share_KR, delta_KR = (
+            _take(x, b, i, 3, tile).reshape(K, R) for x in (peak_BKGT, share_BKGT, delta_BKGT)
+        )
         columns = Tokens(*(_take(x, b, i, 1, tile) for x in q_tokens))
         visits = tiles.visits(_row(q_bounds, b, i), _row(kv_bounds, b))
 
@@ -121,7 +131,7 @@ def backward(
                 rows = Tokens(*(_take(x, b, j, 1, tile) for x in kv_tokens))
                 bias_ST = tiles.bias(rows, columns, queries="columns")
                 scores_KSR = (scores_KSR.reshape(K, tile, G, tile) + bias_ST[:, None]).reshape(K, tile, R)
-            weights_KSR = jnp.exp(scores_KSR - lse_KR[:, None])
+            weights_KSR = jnp.exp(scores_KSR - peak_KR[:, None]) * share_KR[:, None]
             d_weights_KSR = _dot("ksh,krh->ksr", v_KSH, d_out_KRH)
             d_scores_KSR = (weights_KSR * (d_weights_KSR - delta_KR[:, None])).astype(q_KRH.dtype)
             dk_KSH = _dot("ksr,krh->ksh", d_scores_KSR, q_KRH)
