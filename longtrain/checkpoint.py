@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from longtrain.errors import CheckpointError, LongtrainError
 from longtrain.model import Params
+from longtrain.parallel import process
 from longtrain.state import State
 
 Say = Callable[[str], None]
@@ -139,8 +140,7 @@ class Checkpoints:
                 target = self.folder / f"{name}-{copies}"
             os.replace(self.folder / str(step), target)
             self._say(f"checkpoint {self.folder}/{step} is set aside as {target.name}")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(name)
+        process.wait_for_all(f"set aside {name}")
         self._manager.reload()
 
     def wait(self) -> None:

@@ -8,12 +8,13 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import __version__
-from longtrain.errors import LongtrainError
+from longtrain.errors import LongtrainError, Preempted
 
 if TYPE_CHECKING:
     from longtrain.config import Config
@@ -27,8 +28,19 @@ EXIT_CODES = """exit codes:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     parsed = _parse(arguments)
+    exit_code = _outcome(parsed)
+    if exit_code not in (0, Preempted.exit_code):
+        from longtrain.parallel.process import leave_cluster
+
+        leave_cluster(exit_code)
+    return exit_code
+
+
+def _outcome(parsed: argparse.Namespace) -> int:
+    """Runs the command and says how it failed, if it did; the exit code."""
     try:
         parsed.run(parsed)
+        sys.stdout.flush()
     except LongtrainError as error:
         print(f"longtrain: {error}", file=sys.stderr)
         return error.exit_code
@@ -36,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader (head, less) went away: nobody to tell, and nothing more to flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:  # none of ours, so a mistake of ours: all of it is shown
+        traceback.print_exc()
         return 1
     return 0
 

@@ -19,6 +19,7 @@ from longtrain.data.rows import RowIndex
 from longtrain.errors import NonFiniteError, Preempted
 from longtrain.evaluate import Evaluator
 from longtrain.metrics import Metrics, Progress, disk_errors
+from longtrain.parallel import process
 from longtrain.resume import Position, run_record, starting_point
 from longtrain.state import State
 from longtrain.stopping import StopRequest
@@ -88,6 +89,7 @@ def train(config: Config) -> None:
         )
         stack.callback(batches.close)
         accounting = Accounting(built, peak, position.tokens_seen)
+        process.wait_for_all("the first step")
         stop.started()
         loop = _Loop(
             config, index, train_step, evaluate, batches, checkpoints, metrics, progress, accounting, compilations, stop

@@ -7,6 +7,7 @@ is really there, so that a run never goes on with other devices than it was writ
 import importlib.metadata
 import os
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -18,8 +19,10 @@ from longtrain.parallel import backend
 COLLECTIVE_WAIT_SECONDS = 1800
 COLLECTIVE_TIMEOUT_FLAGS_SINCE = (0, 8, 3)
 
-# How long a process that ends, by an error say, waits for the others to end too before it gives them up.
-FAREWELL_SECONDS = 30
+# How long a process waits for the slowest of the others to compile and restore.
+START_SECONDS = 3600
+# How long process 0, whose end ends all, leaves the others to say what they failed of themselves.
+FAREWELL_SECONDS = 5
 
 JAX_CLUSTER_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -124,7 +127,6 @@ def join_cluster(config: Config) -> None:
                 cluster.processes,
                 cluster.process,
                 cluster_detection_method=None if cluster.coordinator else "slurm",
-                shutdown_timeout_seconds=FAREWELL_SECONDS,
             )
         devices = jax.devices()
     except (RuntimeError, ValueError) as error:
@@ -147,3 +149,32 @@ def is_first() -> bool:
     import jax
 
     return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+    """Returns when every process of the cluster has come to the place of this name.
+
+    A collective would do, but not wait: gloo's first one fails where a peer comes half a minute late, and the processes
+    of a cluster do not compile equally long, least of all where one finds the program in its cache.
+    """
+    from orbax.checkpoint.multihost import get_barrier_sync_fn
+
+    get_barrier_sync_fn()(key=name, timeout_ms=1000 * START_SECONDS)
+
+
+def leave_cluster(exit_code: int) -> None:
+    """Ends this process, which failed, if it is one of a cluster: with its own exit code, and not waiting for the rest.
+
+    JAX's own farewell would wait for the others, which may hang in a collective with this one, and then abort it.
+    """
+    if "jax" not in sys.modules:
+        return
+    import jax
+
+    if not jax.distributed.is_initialized():
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if is_first():
+        time.sleep(FAREWELL_SECONDS)
+    os._exit(exit_code)
