@@ -67,7 +67,7 @@ class Build:
         return jitted.lower(self.state, self.batch(self.config.batch.sequences), votes)
 
     def train_step(self) -> jax.stages.Compiled:
-        """The compiled train step. Compiled ahead: another shape or sharding is an error, never a second compilation."""
+        """The train step, compiled ahead: another shape or sharding is an error, never a second compilation."""
         return self.lowered_train_step().compile()
 
     def eval_step(self, sequences: int) -> jax.stages.Compiled:

@@ -30,8 +30,8 @@ Params = dict[str, Any]
 
 ATTENTION_INPUTS = "attention_inputs"
 
-# What a layer keeps for its backward pass besides its input. Every policy keeps attention's (out, lse): the ring is never
-# run again. `none` recomputes nothing at all.
+# What a layer keeps for its backward pass besides its input. Every policy keeps attention's (out, lse): the ring is
+# never run again. `none` recomputes nothing at all.
 REMAT_KEEPS = {
     "attention_saved": (*SAVED_NAMES, ATTENTION_INPUTS),
     "full": SAVED_NAMES,

@@ -12,8 +12,8 @@ from longtrain.config import OptimizerConfig
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of each update (the first is number 0).
 
-    A linear warm-up from `learning_rate / warmup_steps`, then down to `min_ratio * learning_rate` at the last of `steps`:
-    along a cosine, a line, or (`wsd`) a line over the last `decay_fraction` of the run alone; `constant` stays.
+    A linear warm-up from `learning_rate / warmup_steps`, then down to `min_ratio * learning_rate` at the last of
+    `steps`: along a cosine, a line, or (`wsd`) a line over the last `decay_fraction` of the run; `constant` stays.
     """
     peak, floor = config.learning_rate, config.min_ratio * config.learning_rate
     rest = max(steps - config.warmup_steps - 1, 1)
@@ -51,8 +51,21 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
         "lion": lambda: optax.scale_by_lion(config.beta1, config.beta2),
         "sgd": optax.identity,
     }[config.name]()
-    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    clip = optax.identity() if config.clip_norm is None else _clipped(config.clip_norm)
     return optax.chain(clip, direction, optax.add_decayed_weights(config.weight_decay, decay_mask))
+
+
+def _clipped(limit: float) -> optax.GradientTransformation:
+    """Scales all gradients by one factor where their global norm is beyond `limit`.
+
+    optax's own sums squares in the gradients' dtype: in bfloat16 it misses the limit by several parts in a thousand.
+    """
+
+    def scale(gradients: Any, _: Any) -> Any:
+        factor = jnp.minimum(1, limit / global_norm(gradients))
+        return jax.tree.map(lambda gradient: (gradient * factor).astype(gradient.dtype), gradients)
+
+    return optax.stateless(scale)
 
 
 def global_norm(gradients: Any) -> jax.Array:

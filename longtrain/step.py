@@ -61,7 +61,7 @@ def make_train_step(
 
     def train_step(state: State, batch: Batch, stop_votes: jax.Array) -> tuple[State, Metrics]:
         total_weight = jnp.sum(batch["weights"])
-        # A batch of padding alone has loss 0 and no gradient; decay and momentum must not move the weights for it either.
+        # A batch of padding alone has loss 0 and no gradient; nor must decay and momentum move the weights for it.
         nothing_to_learn = total_weight == 0
         total_weight = jnp.where(nothing_to_learn, 1, total_weight)
         gradient_of = jax.value_and_grad(share_of_loss)

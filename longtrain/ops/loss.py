@@ -25,8 +25,8 @@ def token_losses(x_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, me
 
     Args:
       x_BSD: final hidden states; their dtype is the compute dtype of the matrix products.
-      head_DV: the output head in its own dtype, cut as the table in `parallel/sharding.py` says; its gradient comes back
-        in that dtype, summed in float32.
+      head_DV: the output head in its own dtype, cut as the table in `parallel/sharding.py` says; its gradient comes
+        back in that dtype, summed in float32.
       targets_BS: int32, each in [0, V).
       mesh: the mesh all three are cut over.
       chunk: tokens of a device's own part of the sequence whose logits exist at a time.

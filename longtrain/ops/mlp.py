@@ -13,8 +13,8 @@ def swiglu(
 ) -> jax.Array:
     """`(silu(x @ gate) * (x @ up)) @ down`.
 
-    With `chunk` the [.., F] intermediates exist for that many tokens of each device's part of the sequence at a time, in
-    the backward pass as well, where a chunk is computed again.
+    With `chunk` the [.., F] intermediates exist for that many tokens of each device's part of the sequence at a time,
+    in the backward pass as well, where a chunk is computed again.
 
     Raises:
       ValueError: when `chunk` does not divide a device's part of the sequence.

@@ -20,9 +20,9 @@ LOW_POSITIONS = 1024
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Radians a position for each pair of head dims, float64 [H/2].
 
-    Without scaling `theta ** (-2i/H)` (RoFormer, arXiv 2104.09864). `linear` divides all by `factor` (arXiv 2306.15595);
-    `llama3` divides the slow ones only, with a ramp between two wavelengths (Llama 3.1, arXiv 2407.21783); `yarn` likewise
-    with the ramp over dims (arXiv 2309.00071, equations 17 to 23).
+    Without scaling `theta ** (-2i/H)` (RoFormer, arXiv 2104.09864). `linear` divides all by `factor` (arXiv
+    2306.15595); `llama3` divides the slow ones only, with a ramp between two wavelengths (Llama 3.1, arXiv 2407.21783);
+    `yarn` likewise with the ramp over dims (arXiv 2309.00071, equations 17 to 23).
     """
     frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     scaling = rope.scaling

@@ -4,6 +4,7 @@
 on the same NVLink domain or ICI ring, and those two axes communicate in every layer of every step.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -20,5 +21,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = tuple(shape[axis] for axis in AXES)
+    if math.prod(sizes) != len(devices):
+        raise ValueError(f"a mesh of {dict(shape)} has {math.prod(sizes)} places for {len(devices)} devices")
     # Automatic axes: the sharding of an intermediate array follows from the constraints the model states.
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

@@ -1,4 +1,4 @@
-"""Law 1: the same batch gives the same loss, gradients and weights on any mesh, by any strategy, layout, accumulation."""
+"""Law 1: a batch gives the same loss, gradients and weights on any mesh, by any strategy, layout and accumulation."""
 
 import itertools
 
