@@ -82,39 +82,36 @@ def case(name: str, strategy: str = "ring", layout: str = "dealt", *, mesh: str 
 
 
 CASES = [
-    case("one device", layout="contiguous"),
     case("one device, odd length, groups of 3", layout="contiguous", length=77, heads=(3, 1), head_dim=96),
-    case("ring 2", "ring", "zigzag", mesh="context=2", heads=(2, 2), head_dim=128),
+    case("ring 2, no groups", "ring", "zigzag", mesh="context=2", heads=(2, 2), head_dim=128),
     case("ring 4", mesh="context=4"),
-    case("ring 4, no even block", mesh="context=4", length=100),
-    case("ring 8", mesh="context=8", heads=(4, 1)),
-    case("ring 8, contiguous", "ring", "contiguous", mesh="context=8"),
-    case("all_gather 4", "all_gather", "zigzag", mesh="context=4"),
-    case("all_gather 8, no even block", "all_gather", mesh="context=8", length=88),
-    case("ulysses 2", "ulysses", "contiguous", mesh="context=2"),
-    case("ulysses 4", "ulysses", "zigzag", mesh="context=4", heads=(4, 4)),
+    case("ring 8, one kv head", "ring", "contiguous", mesh="context=8", length=88, heads=(4, 1)),
+    case("all_gather 4, no even block", "all_gather", mesh="context=4", length=100),
+    case("ulysses 2", "ulysses", "zigzag", mesh="context=2"),
     case("all axes", "ring", mesh="data=2 context=2 tensor=2"),
-    case("rows over data and fsdp", mesh="data=2 fsdp=2"),
-    case("fewer kv heads than tensor shards", mesh="context=2 tensor=4"),
     case("one device, bfloat16", layout="contiguous", dtype=jnp.bfloat16),
-    case("ring 4, bfloat16", mesh="context=4", dtype=jnp.bfloat16),
-    case("ring 2, tensor 4, one kv head, bfloat16", mesh="context=2 tensor=4", heads=(4, 1), dtype=jnp.bfloat16),
-    case("all_gather 4, bfloat16", "all_gather", mesh="context=4", dtype=jnp.bfloat16),
-    case("ulysses 2, bfloat16", "ulysses", mesh="context=2", dtype=jnp.bfloat16),
+    case("ring 2, fewer kv heads than tensor shards, bfloat16", mesh="context=2 tensor=4", dtype=jnp.bfloat16),
 ]
 
-MESHES = ["context=2", "context=4", "context=8", "fsdp=2 context=2", "context=2 tensor=2", "context=4 tensor=2"]
-PRODUCT = [
-    case(f"{strategy} {name} {mesh}", strategy, name, mesh=mesh, heads=heads, dtype=dtype)
-    for strategy, name, mesh in [
-        (strategy, name, mesh)
+MORE_CASES = [
+    case("one device", layout="contiguous"),
+    case("rows over data and fsdp", mesh="data=2 fsdp=2"),
+    case("ring 2, fewer kv heads than tensor shards", mesh="context=2 tensor=4", heads=(4, 2)),
+    case("ring 2, one kv head on 4 tensor shards", mesh="context=2 tensor=4", heads=(4, 1)),
+    *[
+        case(
+            f"{strategy} {name} {mesh} {jnp.dtype(dtype).name}",
+            strategy,
+            name,
+            mesh=mesh,
+            heads=(8, 8) if strategy == "ulysses" else (4, 2),
+            dtype=dtype,
+        )
         for strategy in ("ring", "all_gather", "ulysses")
         for name in layout.LAYOUTS
-        for mesh in MESHES
-    ]
-    for heads in [(8, 8) if strategy == "ulysses" and mesh != "context=2" else (4, 2)]
-    for dtype in (jnp.float32, jnp.bfloat16)
-    if not (strategy == "ulysses" and mesh == "context=4 tensor=2" and heads == (4, 2))
+        for mesh in ("context=2", "context=4", "context=8", "fsdp=2 context=2 tensor=2", "context=4 tensor=2")
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ],
 ]
 
 
@@ -210,7 +207,7 @@ def test_attention_is_dense_attention(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PRODUCT, ids=lambda case: f"{case.name} {jnp.dtype(case.dtype)}")
+@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
 def test_attention_is_dense_attention_for_every_strategy_layout_and_mesh(case):
     assert_exact(case)
 
@@ -231,8 +228,6 @@ def dense_float32(q, k, v, d_out, positions, segments):
 EXTREME = [
     case("one device", layout="contiguous", length=512, heads=(2, 1)),
     case("ring 4", mesh="context=4", length=512, heads=(2, 1)),
-    case("ring 8", "ring", "zigzag", mesh="context=8", length=512, heads=(2, 1)),
-    case("all_gather 4", "all_gather", mesh="context=4", length=512, heads=(2, 1)),
 ]
 
 
@@ -260,7 +255,7 @@ def test_scores_of_any_size_are_as_exact_as_dense_float32_attention(case, monkey
         assert max(error.values()) <= 1, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "bfloat16" not in c.name][::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype == jnp.float32], ids=lambda case: case.name)
 def test_documents_do_not_see_each_other_by_a_bit(case):
     """Law 2: other tokens in one document leave every bit of the others' outputs and gradients."""
     rows = make_rows(case)
@@ -281,7 +276,7 @@ def plain_tokens(B: int, S: int) -> dict[str, jax.Array]:
 
 
 def test_the_answer_is_the_same_in_and_out_of_jit_and_from_sharded_arrays():
-    case = CASES[3]
+    case = CASES[1]
     rows = make_rows(case)
     tokens = {"positions_BS": rows.positions[:, case.order], "segments_BS": rows.segments[:, case.order]}
     qkv = [x[:, case.order] for x in (rows.q, rows.k, rows.v)]
@@ -295,12 +290,10 @@ def test_the_answer_is_the_same_in_and_out_of_jit_and_from_sharded_arrays():
 
 
 def test_scale_multiplies_the_scores():
-    case = dataclasses.replace(CASES[0], length=16)
-    rows = make_rows(dataclasses.replace(case, length=64))
-    q, k, v = rows.q[:1], rows.k[:1], rows.v[:1]
-    tokens = plain_tokens(1, 64)
-    scaled = attention(q, k, v, **tokens, scale=0.5)
-    np.testing.assert_allclose(scaled, attention(q * 4, k, v, **tokens), rtol=1e-5, atol=1e-5)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 1, 64)).astype(np.float32)
+    tokens = plain_tokens(1, 16)
+    answer = reference.attention(q, k, v, q, **tokens, scale=0.5)
+    np.testing.assert_allclose(attention(q, k, v, **tokens, scale=0.5), answer.values["out"], atol=1e-5)
 
 
 # --- What the program holds -----------------------------------------------------------------------------------------
@@ -370,7 +363,8 @@ def test_saving_by_name_keeps_remat_from_running_the_ring_again():
     shifts = {name: count(jax.make_jaxpr(program)(x).jaxpr, "ppermute") for name, program in programs.items()}
     assert shifts["saved"] == shifts["none"] == 2 * (3 + 3 + 4)
     assert shifts["full"] == shifts["one name"] == 2 * (3 + 3 + 3 + 4)
-    np.testing.assert_allclose(jax.jit(programs["saved"])(x), jax.jit(programs["none"])(x), rtol=1e-5, atol=1e-5)
+    expected = jax.jit(programs["none"])(x)
+    np.testing.assert_allclose(jax.jit(programs["saved"])(x), expected, atol=1e-6 * jnp.abs(expected).max())
 
 
 @pytest.mark.parametrize("mesh", [None, "context=4"])
