@@ -40,8 +40,9 @@ class Checkpoints:
     def __init__(self, run_dir: Path, *, keep: int, say: Say):
         self.folder = run_dir.resolve() / FOLDER
         self._say = say
-        # Orbax tells of every save and restore at INFO and WARNING; what matters is said here instead.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        # Orbax tells of every save and restore, and of every error at length before raising it; what matters is said
+        # here instead.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
@@ -49,6 +50,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # what a run that was killed while saving left behind
         )
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # Orbax would find out with the first save
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.folder}: cannot be opened for checkpoints: {_short(error)}") from error
@@ -98,14 +100,13 @@ class Checkpoints:
         for step in reversed(steps) if wanted is None else [wanted]:
             found, reason = self._read(step, abstract, accept)
             if found is not None:
-                for later in steps[steps.index(step) + 1 :] if wanted is not None else []:
-                    self._set_aside(later, f"superseded-{later}")
+                for later in steps[steps.index(step) + 1 :]:
+                    self._set_aside(later, f"{'damaged' if wanted is None else 'superseded'}-{later}")
                 return found
             if wanted is not None:
                 raise CheckpointError(f"{self.folder}/{step}: cannot be read: {reason}")
             self._say(f"checkpoint {self.folder}/{step} cannot be read and is passed over: {reason}")
-            self._set_aside(step, f"damaged-{step}")
-        if steps:
+        if steps:  # they stay where they are, so that the same command does not begin anew
             raise CheckpointError(f"{self.folder}: none of the checkpoints {steps} can be read")
         return None
 
@@ -170,7 +171,7 @@ def _without_parameters(state: State) -> dict[str, Any]:
 def _short(error: Exception) -> str:
     """The first line: Orbax and tensorstore append tracebacks and whole trees."""
     first, *rest = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first[:500]}{' ...' if rest or len(first) > 500 else ''}"
+    return f"{type(error).__name__}: {first[:900]}{' ...' if rest or len(first) > 900 else ''}"
 
 
 def restore_parameters(
@@ -190,7 +191,8 @@ def restore_parameters(
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         steps = sorted(manager.all_steps())
         if not steps or (step is not None and step not in steps):
-            raise CheckpointError(f"{folder}: no complete checkpoint of {step or 'any'} step; there are: {steps}")
+            asked = f"of step {step}" if step is not None else "at all"
+            raise CheckpointError(f"{folder}: no complete checkpoint {asked}; there are: {steps}")
         step = steps[-1] if step is None else step
         try:
             accept(manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"])

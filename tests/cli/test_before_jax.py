@@ -1,0 +1,121 @@
+"""What the command line answers by itself: help, usage and configs. A jax that cannot be imported stands in the way."""
+
+import pytest
+import yaml
+from runs import CHECKOUT, TREE, Workspace, finish
+
+COMMANDS = ("train", "eval", "generate", "data prepare", "data inspect", "config")
+
+
+@pytest.fixture(scope="module")
+def no_jax(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which importing jax ends the process with exit code 99."""
+    folder = tmp_path_factory.mktemp("poison")
+    (folder / "jax.py").write_text("import os\nos._exit(99)\n")
+    return {"PYTHONPATH": f"{folder}:{CHECKOUT}"}
+
+
+def test_jax_would_be_noticed(workspace: Workspace, no_jax: dict[str, str]):
+    workspace.run("train", "config.yaml", environment=no_jax, code=99)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "says"),
+    [
+        ("run.stesp=3", "run.stesp", "run.steps"),
+        ("optimiser.learning_rate=1", "optimiser", "optimizer"),
+        ("oops", "override", "dotted.key=value"),
+        ("run.steps=0", "run.steps", ">= 1"),
+        ("run.steps=many", "run.steps", "a whole number"),
+        ("optimizer.learning_rate=-1e-4", "optimizer.learning_rate", "> 0"),
+        ("attention.strategy=rings", "attention.strategy", "ring, all_gather, ulysses"),
+        ("model.preset=lama", "model.preset", "llama3_8b"),
+        ("model.num_kv_heads=3", "model.num_kv_heads", "1, 2, 4"),
+        ("mesh.context=3", "sequence_length", "multiple"),
+        ("batch.accumulation=3", "batch.sequences", "multiple"),
+        ("mesh.simulate_devices=8", "mesh.simulate_devices", "2, or auto"),
+        ("mesh.tensor=8", "mesh.tensor", "1, 2, 4"),
+        ("data.sources=[]", "data.sources", "empty"),
+        ("communication.backend=nccl", "communication.backend", "auto"),
+        ("communication.xla_flags=[oops]", "communication.xla_flags", "--"),
+    ],
+)
+def test_a_bad_config(workspace: Workspace, no_jax: dict[str, str], override: str, key: str, says: str):
+    text = workspace.run("train", "config.yaml", override, environment=no_jax, code=2)
+    first, *problems = text.splitlines()
+    assert first.startswith("longtrain: ") and "is refused (" in first
+    (problem,) = [line for line in problems if line.startswith(f"  {key}")]
+    assert says in problem
+    assert not workspace.run_dir("run").exists()
+
+
+def test_every_problem_at_once(workspace: Workspace, no_jax: dict[str, str]):
+    bad = ("run.steps=0", "batch.accumulation=3", "run.nmae=x")
+    text = workspace.run("train", "config.yaml", *bad, environment=no_jax, code=2)
+    assert "(3 problems)" in text
+
+
+def test_a_config_that_is_no_yaml_or_not_there(workspace: Workspace, no_jax: dict[str, str]):
+    (workspace.folder / "torn.yaml").write_text("run: {steps: 3\n")
+    for name in ("torn.yaml", "nowhere.yaml"):
+        assert name in workspace.run("train", name, environment=no_jax, code=2)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_complete(workspace: Workspace, no_jax: dict[str, str], command: str):
+    text = workspace.run(*command.split(), "--help", environment=no_jax)
+    assert "CONFIG" in text and "KEY=VALUE" in text
+    options = {
+        "eval": ("--step", "--json"),
+        "generate": ("--step", "--prompt", "--tokens", "--temperature", "--top-p", "--seed"),
+        "data inspect": ("--step", "--json"),
+        "config": ("--origins", "--schema"),
+    }
+    for option in options.get(command, ()):
+        line = next(line for line in text.splitlines() if line.strip().startswith(option))
+        assert line  # named in the list of options, not in the usage alone
+    top = workspace.run("--help", environment=no_jax)
+    assert command.split()[0] in top
+    assert all(f"{code} " in top for code in (0, 1, 2, 3, 4, 5, 6, 75))
+
+
+def test_overrides_stand_anywhere(workspace: Workspace, no_jax: dict[str, str]):
+    shown = workspace.run("config", "config.yaml", "run.steps=7", "--origins", "mesh.context=1", environment=no_jax)
+    tree = yaml.safe_load(shown)
+    assert (tree["run"]["steps"], tree["mesh"]["context"]) == (7, 1)
+    assert tree["optimizer"]["learning_rate"] == TREE["optimizer"]["learning_rate"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("trian", "config.yaml"),
+        ("train",),
+        ("train", "config.yaml", "--json", "x"),
+        ("eval", "config.yaml", "--step", "0"),
+        ("eval", "config.yaml", "--json", "no/such/folder/x.json"),
+        ("generate", "config.yaml"),
+        ("generate", "config.yaml", "--prompt", "x", "--top-p", "0"),
+        ("config",),
+    ],
+    ids=" ".join,
+)
+def test_usage(workspace: Workspace, no_jax: dict[str, str], arguments: tuple[str, ...]):
+    text = workspace.run(*arguments, environment=no_jax, code=2)
+    assert "usage:" in text and "Traceback" not in text
+
+
+def test_a_reader_that_goes_away(workspace: Workspace, no_jax: dict[str, str]):
+    process = workspace.start("config", "config.yaml", environment=no_jax)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(60) == 1
+    assert process.stderr.read() == ""
+
+
+def test_the_data_commands(workspace: Workspace, no_jax: dict[str, str]):
+    assert "12 documents" in workspace.run("data", "prepare", "config.yaml", environment=no_jax)
+    assert "reusing" in workspace.run("data", "prepare", "config.yaml", environment=no_jax)
+    nothing = workspace.start("data", "prepare", "config.yaml", "data.sources.0.path=nowhere", environment=no_jax)
+    assert "nowhere" in finish(nothing, 3)

@@ -1,0 +1,182 @@
+"""What a run leaves behind and says: the contract's files, numbers, and what the same command does next."""
+
+import json
+import math
+import re
+import signal
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from runs import Workspace
+from tensorboardX.proto import event_pb2
+
+EVALUATING = ("eval.every_steps=2",)
+FLOATS = {
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "padding_fraction",
+    "attention_work_balance",
+    "step_seconds",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "mfu_causal",
+    "data_wait_seconds",
+}
+COUNTS = {"step", "valid_tokens", "tokens_seen", "documents", "compilations"}
+EVAL_KEYS = {"eval_loss", "eval_perplexity", "eval_tokens", "eval_documents"}
+
+
+@pytest.fixture(scope="module")
+def resumed(workspace: Workspace) -> list[str]:
+    """What was said by the processes of the run `resumed`: to step 3, to step 6, and once more."""
+    return [workspace.train("resumed", *EVALUATING, f"run.steps={steps}") for steps in (3, 6, 6)]
+
+
+def test_metrics_have_the_contract_keys(workspace: Workspace, resumed: list[str]):
+    lines = workspace.lines("resumed")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        # The last step of a process that was to end there is evaluated too.
+        evaluated = EVAL_KEYS if line["step"] in (2, 3, 4, 6) else set()
+        assert line.keys() == FLOATS | COUNTS | {"batch_hash"} | evaluated
+        assert all(type(line[name]) is int for name in COUNTS | evaluated & {"eval_tokens", "eval_documents"})
+        assert all(type(line[name]) is float for name in FLOATS | evaluated & {"eval_loss", "eval_perplexity"})
+        assert re.fullmatch("[0-9a-f]{16}", line["batch_hash"])
+        assert 0 <= line["padding_fraction"] < 1 <= line["attention_work_balance"]
+        assert line["tokens_per_second"] == pytest.approx(line["valid_tokens"] / line["step_seconds"])
+        assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / 2)
+        assert line["compilations"] == 1
+        if evaluated:
+            assert line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
+    seen = 0
+    for line in lines:
+        seen += line["valid_tokens"]
+        assert line["tokens_seen"] == seen
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+
+
+def test_the_files_of_a_run(workspace: Workspace, resumed: list[str]):
+    files = {path.name for path in workspace.run_dir("resumed").iterdir()}
+    assert files == {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints"}
+    assert workspace.checkpoints("resumed") == ["2", "3", "4", "6"]
+    shown = workspace.run("config", "config.yaml", "run.name=resumed", *EVALUATING, "run.steps=6")
+    assert (workspace.run_dir("resumed") / "config.yaml").read_text() == shown
+
+
+def test_what_a_run_says(resumed: list[str]):
+    first, second, third = resumed
+    assert "on 2 x cpu, 1 process(es)" in first and "step 3/3" in first and "done: 3 steps" in first
+    for command in ("tensorboard --logdir", "longtrain train", "longtrain eval", "longtrain generate"):
+        assert f" {command} " in first
+    assert "resuming after step 3, at row 12" in second
+    assert "changed since that checkpoint: run.steps 3 -> 6" in second
+    assert "run is complete, 6 of run.steps = 6" in third and "compiled" not in third
+
+
+def events(folder: Path) -> Iterator[event_pb2.Event]:
+    """The events of all files, in the order they were written."""
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        data = file.read_bytes()
+        place = 0
+        while place < len(data):
+            (length,) = struct.unpack_from("<Q", data, place)
+            yield event_pb2.Event.FromString(data[place + 12 : place + 12 + length])  # a CRC stands on either side
+            place += 12 + length + 4
+
+
+def scalars(folder: Path) -> dict[tuple[str, int], float]:
+    """(tag, step) -> value as TensorBoard shows them: a session's start drops what stands from its step on."""
+    found: dict[tuple[str, int], float] = {}
+    for event in events(folder):
+        if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+            found = {(tag, step): value for (tag, step), value in found.items() if step < event.step}
+        for value in event.summary.value:
+            assert (value.tag, event.step) not in found, "a step stands twice"
+            found[value.tag, event.step] = value.simple_value
+    return found
+
+
+def as_scalars(lines: list[dict[str, Any]]) -> dict[tuple[str, int], Any]:
+    return {
+        (f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}", line["step"]): pytest.approx(value)
+        for line in lines
+        for name, value in line.items()
+        if name not in ("step", "batch_hash")
+    }
+
+
+def test_tensorboard_has_the_same_numbers(workspace: Workspace, resumed: list[str]):
+    assert scalars(workspace.run_dir("resumed") / "tensorboard") == as_scalars(workspace.lines("resumed"))
+
+
+def test_lines_beyond_the_checkpoint_and_torn_ones_are_written_again(workspace: Workspace):
+    command = ("train", "config.yaml", "run.name=torn", "run.steps=200", "checkpoint.every_steps=5")
+    process = workspace.start(*command)
+    runs.wait_until(lambda: len(workspace.lines("torn")) >= 8, process)
+    process.kill()
+    runs.finish(process, -signal.SIGKILL)
+    path = workspace.run_dir("torn") / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 10000, "loss": 1.0}\nneither JSON nor whole\n{"step": 3, "lo')
+    last = int(max(workspace.checkpoints("torn"), key=lambda name: int(name.split(".")[0])).split(".")[0])
+    workspace.run(*command, f"run.steps={last + 12}")
+    lines = workspace.lines("torn")
+    assert [line["step"] for line in lines] == list(range(1, last + 13))
+    assert scalars(workspace.run_dir("torn") / "tensorboard") == as_scalars(lines)
+
+
+def test_eval_of_a_run(workspace: Workspace, resumed: list[str]):
+    for step in (3, 6):
+        asked = () if step == 6 else ("--step", str(step))  # the newest is the default
+        workspace.run("eval", "runs/resumed/config.yaml", *asked, "--json", "eval.json")
+        line = json.loads((workspace.folder / "eval.json").read_text())
+        logged = workspace.lines("resumed")[step - 1]
+        assert line == {"step": step} | {name: logged[name] for name in EVAL_KEYS}
+    no_such = workspace.run("eval", "config.yaml", "run.name=resumed", "--step", "5", code=5)
+    assert "no complete checkpoint of step 5; there are: [2, 3, 4, 6]" in no_such
+    assert "no-such-run" in workspace.run("eval", "config.yaml", "run.name=no-such-run", code=5)
+
+
+def test_generate_from_a_run(workspace: Workspace, resumed: list[str]):
+    command = ("generate", "runs/resumed/config.yaml", "--prompt", "alpha b", "--tokens", "8")
+
+    def text(*more: object) -> str:
+        process = workspace.start(*command, *more)
+        out, err = process.communicate(timeout=runs.DEADLINE_SECONDS)
+        assert process.returncode == 0, err
+        return out
+
+    greedy = text()
+    assert len(greedy) > 1 and greedy.endswith("\n")
+    assert text("mesh.context=4") == greedy
+    sampled = text("--temperature", 5, "--seed", 1)
+    assert sampled == text("--temperature", 5, "--seed", 1) != greedy
+    assert "sequence_length" in workspace.run(*command, "--tokens", 64, code=2)
+
+
+def test_weights_of_another_run(workspace: Workspace, resumed: list[str]):
+    begun = workspace.train("begun", "checkpoint.init_from=runs/resumed", "run.steps=2")
+    assert "weights of step 6 from" in begun
+    line, _ = workspace.lines("begun")
+    before = workspace.lines("resumed")
+    for name in ("batch_hash", "valid_tokens", "tokens_seen", "learning_rate"):  # all but the weights is new
+        assert line[name] == before[0][name]
+    assert line["loss"] < before[3]["loss"]
+    assert "weights of step 6" not in workspace.train("begun", "checkpoint.init_from=runs/resumed", "run.steps=2")
+    other = ("checkpoint.init_from=runs/resumed", "model.mlp_dim=128", "model.embed_dim=32")
+    refused = workspace.train("other", *other, code=2)
+    assert "model.mlp_dim = 128: the checkpoint was made with 192" in refused
+    assert "model.embed_dim = 32: the checkpoint was made with 64" in refused
+    assert "nowhere" in workspace.train("other", "checkpoint.init_from=nowhere", code=5)
+
+
+@pytest.mark.slow
+def test_a_profile(workspace: Workspace):
+    workspace.train("profiled", "metrics.profile=[2,3]", "metrics.tensorboard=false", "run.steps=4")
+    assert list((workspace.run_dir("profiled") / "profile").rglob("*.xplane.pb"))
+    assert not (workspace.run_dir("profiled") / "tensorboard").exists()

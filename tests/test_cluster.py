@@ -1,0 +1,98 @@
+"""Several processes on this machine, joined by `jax.distributed` over loopback, with simulated devices each."""
+
+import signal
+import socket
+import subprocess
+
+import pytest
+import runs
+from runs import Workspace
+
+MESH = ("mesh.fsdp=2", "mesh.context=2")
+
+
+def start(workspace: Workspace, processes: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """The processes of one `longtrain ARGUMENTS`, which share the config's simulated devices."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cluster = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes)}
+    return [
+        workspace.start(*arguments, environment=cluster | {"JAX_PROCESS_ID": str(process)})
+        for process in range(processes)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], code: int) -> list[str]:
+    return [runs.finish(process, code) for process in processes]
+
+
+@pytest.fixture(scope="module")
+def alone(workspace: Workspace) -> list[dict]:
+    """The lines of the run of one process."""
+    workspace.train("alone", *MESH, "run.steps=6", "eval.every_steps=2")
+    return workspace.lines("alone")
+
+
+def assert_same_run(lines: list[dict], expected: list[dict]) -> None:
+    assert [line["step"] for line in lines] == list(range(1, len(expected) + 1))
+    for line, other in zip(lines, expected, strict=True):
+        for exact in ("batch_hash", "valid_tokens", "tokens_seen", "documents", "learning_rate", "eval_tokens"):
+            assert line.get(exact) == other.get(exact)
+        for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("eval_loss", 1e-4)):
+            if name in other:
+                assert line[name] == pytest.approx(other[name], rel=tolerance)
+
+
+def test_two_processes_are_one_run(workspace: Workspace, alone: list[dict]):
+    command = ("train", "config.yaml", "run.name=two", *MESH, "eval.every_steps=2")
+    first, second = finish(start(workspace, 2, *command, "run.steps=4"), 0)
+    assert "on 4 x cpu, 2 process(es)" in first and "done: 4 steps" in first
+    assert "joining the cluster" in second and "step 4/4" not in second  # one speaks for all
+    assert_same_run(workspace.lines("two"), alone[:4])
+    assert {line["compilations"] for line in workspace.lines("two")} == {1}
+    # One process goes on with what two have saved.
+    assert "resuming after step 4, at row 16" in workspace.run(*command, "run.steps=6")
+    assert_same_run(workspace.lines("two"), alone)
+
+
+def test_a_signal_to_one_stops_all_at_the_same_step(workspace: Workspace, alone: list[dict]):
+    command = ("train", "config.yaml", "run.name=told", *MESH, "run.steps=400", "checkpoint.every_steps=1000")
+    processes = start(workspace, 2, *command)
+    runs.wait_until(lambda: len(workspace.lines("told")) >= 3, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    first, second = finish(processes, 75)
+    stopped = workspace.lines("told")[-1]["step"]
+    assert 3 <= stopped < 400
+    assert f"stopped by a signal to another process after step {stopped}" in first
+    assert f"stopped by SIGTERM after step {stopped}" in second
+    assert workspace.checkpoints("told") == [str(stopped)]
+    workspace.run(*command, f"run.steps={stopped + 2}")
+    lines = workspace.lines("told")
+    assert [line["step"] for line in lines] == list(range(1, stopped + 3))
+    assert [line["loss"] for line in lines[:6]] == pytest.approx([line["loss"] for line in alone], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over_by_all(workspace: Workspace):
+    command = ("train", "config.yaml", "run.name=damaged", *MESH)
+    finish(start(workspace, 2, *command), 0)
+    for file in (workspace.run_dir("damaged") / "checkpoints" / "4" / "parameters").rglob("d/*"):
+        file.write_bytes(b"")
+    first, second = finish(start(workspace, 2, *command, "run.steps=2"), 0)
+    assert "checkpoints/4 cannot be read and is passed over" in first and "complete, 2 of" in first
+    assert workspace.checkpoints("damaged") == ["2", "damaged-4"]
+
+
+def test_what_is_wrong_for_all_is_told_by_all(workspace: Workspace):
+    for text in finish(start(workspace, 2, "train", "config.yaml", *MESH, "data.sources.0.path=nowhere"), 3):
+        assert "nowhere" in text
+
+
+@pytest.mark.slow
+def test_one_that_fails_alone_keeps_its_code_and_ends_the_others(workspace: Workspace):
+    """Here process 0; the others are ended by JAX's own service, by signal."""
+    (workspace.folder / "blocked" / "run" / "config.yaml").mkdir(parents=True)
+    first, second = start(workspace, 2, "train", "config.yaml", *MESH, "run.output_dir=blocked")
+    assert "blocked/run/config.yaml" in runs.finish(first, 5)
+    runs.finish(second, -signal.SIGABRT)
