@@ -11,6 +11,7 @@ on their transpose [keys, R], with dQ accumulated transposed. And masks are adde
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -40,7 +41,8 @@ def forward(
     """See the package. Softmax in one pass: each tile rescales what the tiles before it have summed."""
     tile = max(tile, SMALLEST_TILE)
     length = q_BKGTH.shape[3]
-    q_BKGTH, (k_BKSH, v_BKSH) = _pad(q_BKGTH, 3, tile), (_pad(x, 2, tile) for x in (k_BKSH, v_BKSH))
+    q_BKGTH, scale = _fold_scale(q_BKGTH, scale)
+    q_BKGTH, k_BKSH, v_BKSH = _pad(q_BKGTH, 3, tile), _pad(k_BKSH, 2, tile), _pad(v_BKSH, 2, tile)
     q_tokens, kv_tokens = _pad_tokens(q_tokens, tile), _pad_tokens(kv_tokens, tile)
     q_bounds, kv_bounds = tiles.bounds(q_tokens, tile), tiles.bounds(kv_tokens, tile)
     B, K, G, T, H = q_BKGTH.shape
@@ -57,7 +59,7 @@ def forward(
             sum_KRH, total_KR, peak_KR = carry
             j = visits.tiles[n]
             k_KSH, v_KSH = _take(k_BKSH, b, j, 2, tile), _take(v_BKSH, b, j, 2, tile)
-            scores_KRS = _dot("krh,ksh->krs", q_KRH, k_KSH) * scale
+            scores_KRS = _scaled(_dot("krh,ksh->krs", q_KRH, k_KSH), scale)
             if masked:
                 columns = Tokens(*(_take(x, b, j, 1, tile) for x in kv_tokens))
                 bias_TS = tiles.bias(rows, columns, queries="rows")
@@ -99,11 +101,12 @@ def backward(
     """See the package. The softmax is rebuilt tile by tile from its global statistics."""
     tile = max(tile, SMALLEST_TILE)
     length, kv_length = q_BKGTH.shape[3], k_BKSH.shape[2]
-    peak_BKGT, share_BKGT = stats_2BKGT[0], 1 / stats_2BKGT[1]
-    q_BKGTH, d_out_BKGTH, peak_BKGT, share_BKGT, delta_BKGT = (
-        _pad(x, 3, tile) for x in (q_BKGTH, d_out_BKGTH, peak_BKGT, share_BKGT, delta_BKGT)
+    q_BKGTH, rest = _fold_scale(q_BKGTH, scale)
+    peak_BKGT, log_total_BKGT = stats_2BKGT[0], jnp.log(stats_2BKGT[1])
+    q_BKGTH, d_out_BKGTH, peak_BKGT, log_total_BKGT, delta_BKGT = (
+        _pad(x, 3, tile) for x in (q_BKGTH, d_out_BKGTH, peak_BKGT, log_total_BKGT, delta_BKGT)
     )
-    k_BKSH, v_BKSH = (_pad(x, 2, tile) for x in (k_BKSH, v_BKSH))
+    k_BKSH, v_BKSH = _pad(k_BKSH, 2, tile), _pad(v_BKSH, 2, tile)
     q_tokens, kv_tokens = _pad_tokens(q_tokens, tile), _pad_tokens(kv_tokens, tile)
     q_bounds, kv_bounds = tiles.bounds(q_tokens, tile), tiles.bounds(kv_tokens, tile)
     B, K, G, T, H = q_BKGTH.shape
@@ -115,8 +118,8 @@ def backward(
         dq_BKHGT, dk_BKSH, dv_BKSH = grads
         b, i = index // (T // tile), index % (T // tile)
         q_KRH, d_out_KRH = (_take(x, b, i, 3, tile).reshape(K, R, H) for x in (q_BKGTH, d_out_BKGTH))
-        peak_KR, share_KR, delta_KR = (
-            _take(x, b, i, 3, tile).reshape(K, R) for x in (peak_BKGT, share_BKGT, delta_BKGT)
+        peak_KR, log_total_KR, delta_KR = (
+            _take(x, b, i, 3, tile).reshape(K, R) for x in (peak_BKGT, log_total_BKGT, delta_BKGT)
         )
         columns = Tokens(*(_take(x, b, i, 1, tile) for x in q_tokens))
         visits = tiles.visits(_row(q_bounds, b, i), _row(kv_bounds, b))
@@ -126,12 +129,12 @@ def backward(
             j = visits.tiles[n]
             k_KSH, v_KSH = _take(k_BKSH, b, j, 2, tile), _take(v_BKSH, b, j, 2, tile)
             k_KHS = _take(k_BKHS, b, j, 3, tile)
-            scores_KSR = _dot("ksh,krh->ksr", k_KSH, q_KRH) * scale
+            scores_KSR = _scaled(_dot("ksh,krh->ksr", k_KSH, q_KRH), rest)
             if masked:
                 rows = Tokens(*(_take(x, b, j, 1, tile) for x in kv_tokens))
                 bias_ST = tiles.bias(rows, columns, queries="columns")
                 scores_KSR = (scores_KSR.reshape(K, tile, G, tile) + bias_ST[:, None]).reshape(K, tile, R)
-            weights_KSR = jnp.exp(scores_KSR - peak_KR[:, None]) * share_KR[:, None]
+            weights_KSR = jnp.exp((scores_KSR - peak_KR[:, None]) - log_total_KR[:, None])
             d_weights_KSR = _dot("ksh,krh->ksr", v_KSH, d_out_KRH)
             d_scores_KSR = (weights_KSR * (d_weights_KSR - delta_KR[:, None])).astype(q_KRH.dtype)
             dk_KSH = _dot("ksr,krh->ksh", d_scores_KSR, q_KRH)
@@ -145,13 +148,24 @@ def backward(
     grads = (_zeros(B, K, H, G, T), _zeros(*k_BKSH.shape), _zeros(*v_BKSH.shape))
     dq_BKHGT, dk_BKSH, dv_BKSH = lax.fori_loop(0, B * (T // tile), query_tile, grads)
     dq_BKGTH = dq_BKHGT.transpose(0, 1, 3, 4, 2)[:, :, :, :length]
-    return dq_BKGTH * scale, dk_BKSH[:, :, :kv_length] * scale, dv_BKSH[:, :, :kv_length]
+    return dq_BKGTH * scale, _scaled(dk_BKSH, rest)[:, :, :kv_length], dv_BKSH[:, :, :kv_length]
 
 
 def _visit(visits: tiles.Visits, key_tile: Callable[..., Arrays], carry: Arrays) -> Arrays:
     """Runs `key_tile(n, carry, masked)` over the full tiles without a mask, then over the partial ones."""
     carry = lax.fori_loop(0, visits.full, functools.partial(key_tile, masked=False), carry)
     return lax.fori_loop(visits.full, visits.stop, functools.partial(key_tile, masked=True), carry)
+
+
+def _fold_scale(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
+    """q times the scale, and what is left to multiply the scores with: nothing, where that is as exact."""
+    if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:  # a power of two scales any dtype exactly
+        return q * jnp.asarray(scale, q.dtype), 1.0
+    return q, scale
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    return x if scale == 1 else x * scale
 
 
 def _zeros(*shape: int) -> jax.Array:
