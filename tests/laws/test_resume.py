@@ -69,7 +69,15 @@ def test_three_processes(workspace: Workspace, straight: list[dict[str, Any]]):
     assert {line["compilations"] for line in workspace.lines("thirds")} == {1}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+    ids=lambda number: number.name,
+)
 def test_told_to_stop(workspace: Workspace, straight: list[dict[str, Any]], number: signal.Signals):
     name = f"told-{number.name}"
     told = ("train", "config.yaml", f"run.name={name}", *SETTINGS, f"run.steps={STEPS}", "checkpoint.every_steps=100")
@@ -110,6 +118,7 @@ def test_killed_at_any_moment_and_while_saving(workspace: Workspace, straight: l
     assert workspace.checkpoints("killed") == workspace.checkpoints("straight")  # the half one is gone
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint(workspace: Workspace, straight: list[dict[str, Any]]):
     command = ("train", "config.yaml", "run.name=early", *SETTINGS, "run.steps=6", "checkpoint.every_steps=6")
     process = workspace.start(*command)
