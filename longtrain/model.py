@@ -148,11 +148,14 @@ class Llama(nnx.Module):
 
 def _initial(config: ModelConfig, key: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
     """A parameter's first value: norms 1; matrices normal with variance 1 / fan-in, those that write into the residual
-    stream divided by sqrt(2 L) (GPT-2's rule), the embedding with the standard deviation of 0.02 that Llama uses."""
+    stream divided by sqrt(2 L) (GPT-2's rule); the embedding normal with variance 1, so that the layers' first outputs
+    do not drown the token, or 1 / D where it is the head too."""
     if "norm" in name:
         return jnp.ones(shape, config.param_dtype)
     fan_in = {"out_NHD": config.num_heads * config.head_dim, "down_FD": config.mlp_dim}.get(name, config.embed_dim)
-    scale = 0.02 if name == "embed_VD" else 1 / math.sqrt(fan_in)
+    scale = 1 / math.sqrt(fan_in)
+    if name == "embed_VD" and not config.tie_embeddings:
+        scale = 1.0
     if name in ("out_NHD", "down_FD"):
         scale /= math.sqrt(2 * config.num_layers)
     # The name picks the key, so that adding a parameter changes no other's value.
