@@ -27,24 +27,26 @@ from longtrain.ops.attention import SAVED_NAMES, attention
 N, K, H = 8, 2, 64
 
 
-def report(bar: str, value: float, limit: float, *, at_least: bool = False) -> None:
-    met = value >= limit if at_least else value <= limit
-    print(
-        f"{bar:78} {value:8.3f}   {'>=' if at_least else '<='} {limit:<5}  {'met' if met else 'MISSED'}",
-        flush=True,
-    )
+def report(bar: str, value: float, limit: float | None = None, *, at_least: bool = False) -> None:
+    """One line: what is measured, the value, and the bar where there is one."""
+    if limit is None:
+        verdict = "(for comparison)"
+    else:
+        met = value >= limit if at_least else value <= limit
+        verdict = f"{'>=' if at_least else '<='} {limit:<5} {'met' if met else 'MISSED'}"
+    print(f"{bar:76} {value:7.3f}  {verdict}", flush=True)
 
 
-def cpu_seconds(*calls: Callable[[], object], repeats: int = 3) -> list[float]:
+def cpu_seconds(calls: dict[str, Callable[[], object]], repeats: int = 3) -> dict[str, float]:
     """Least process CPU seconds of each call; the calls take turns."""
-    least = [float("inf")] * len(calls)
-    for call in calls:
+    least = dict.fromkeys(calls, float("inf"))
+    for call in calls.values():
         jax.block_until_ready(call())
     for _ in range(repeats):
-        for i, call in enumerate(calls):
+        for name, call in calls.items():
             start = time.process_time()
             jax.block_until_ready(call())
-            least[i] = min(least[i], time.process_time() - start)
+            least[name] = min(least[name], time.process_time() - start)
     return least
 
 
@@ -78,16 +80,18 @@ class Case:
         place = functools.partial(
             jax.device_put, device=NamedSharding(mesh, PartitionSpec(None, "context")) if mesh else None
         )
-        tokens = {
-            "positions_BS": place(jnp.asarray(positions[order] * causal, jnp.int32)[None]),
-            "segments_BS": place(jnp.asarray(segments[order], jnp.int32)[None]),
-        }
         keys = jax.random.split(jax.random.key(0), 4)
-        heads = (N, K, K, N)
-        self.arrays = [place(jax.random.normal(k, (1, length, n, H), dtype)) for k, n in zip(keys, heads, strict=True)]
-        call = functools.partial(op, **tokens, mesh=mesh, strategy=strategy, layout=layout_name)
+        shapes = [(1, length, heads, H) for heads in (N, K, K, N)]
+        self.arrays = [
+            *(place(jax.random.normal(key, shape, dtype)) for key, shape in zip(keys, shapes, strict=True)),
+            # Where every position is 0, every query sees every key of its document.
+            place(jnp.asarray(positions[order] * causal, jnp.int32)[None]),
+            place(jnp.asarray(segments[order], jnp.int32)[None]),
+        ]
 
-        def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array):
+        def both(q, k, v, d_out, positions, segments):
+            tokens = {"positions_BS": positions, "segments_BS": segments}
+            call = functools.partial(op, **tokens, mesh=mesh, strategy=strategy, layout=layout_name)
             out, pullback = jax.vjp(call, q, k, v)
             return out, pullback(d_out)
 
@@ -123,48 +127,41 @@ def without_skipping(**arguments) -> Case:
 
 
 def bench_one_device(length: int, with_dense: bool) -> None:
-    dtypes = (jnp.float32, jnp.bfloat16)
-    ours = [Case(length, dtype=dtype) for dtype in dtypes]
-    others = [Case(length, causal=False)] + ([Case(length, op=dense)] if with_dense else [])
-    *times, both_ways, dense_time = cpu_seconds(*ours, *map(matmul, dtypes), *others, *[lambda: 0] * (not with_dense))
     size = f"{length // 1024}K"
-    for i, limit in enumerate((0.75, 0.55)):
-        rate, peak = 7 * N * H * length**2 / times[i], 2 * 2048**3 / times[2 + i]
-        bar = f"{size} {jnp.dtype(dtypes[i]).name}: causal FLOP rate / 2048 matmul rate"
-        report(bar, rate / peak, limit, at_least=True)
-    report(f"{size}: causal / non-causal", times[0] / both_ways, 0.56)
+    calls = {"non-causal": Case(length, causal=False)} | ({"dense": Case(length, op=dense)} if with_dense else {})
+    for dtype in (jnp.float32, jnp.bfloat16):
+        calls |= {dtype.__name__: Case(length, dtype=dtype), f"{dtype.__name__} matmul": matmul(dtype)}
+    seconds = cpu_seconds(calls)
+    for dtype, limit in (("float32", 0.75), ("bfloat16", 0.55)):
+        rate, peak = 7 * N * H * length**2 / seconds[dtype], 2 * 2048**3 / seconds[f"{dtype} matmul"]
+        report(f"{size} {dtype}: causal FLOP rate / 2048 matmul rate", rate / peak, limit, at_least=True)
+    report(f"{size}: causal / non-causal", seconds["float32"] / seconds["non-causal"], 0.56)
     if with_dense:
         limit = 4.5 if length <= 4096 else 7
-        report(f"{size}: jax.nn.dot_product_attention / ours", dense_time / times[0], limit, at_least=True)
+        ratio = seconds["dense"] / seconds["float32"]
+        report(f"{size}: jax.nn.dot_product_attention / ours", ratio, limit, at_least=True)
 
 
 def bench_ring(length: int, dtype: jnp.dtype, shard_counts: tuple[int, ...]) -> None:
-    one = Case(length, dtype=dtype)
-    rings = [Case(length, dtype=dtype, shards=n) for n in shard_counts]
-    gather = Case(length, dtype=dtype, shards=shard_counts[-1], strategy="all_gather")
-    base, *times = cpu_seconds(one, *rings, gather)
-    size = f"{length // 1024}K {jnp.dtype(dtype).name}"
-    for n, ring, seconds in zip(shard_counts, rings, times, strict=False):
-        report(f"{size}: ring of {n} / one device", seconds / base, 1.08)
-        report(f"{size}: ring of {n}, compile seconds", ring.compile_seconds, 15)
-    report(f"{size}: all_gather of {shard_counts[-1]} / one device", times[-1] / base, 1.05)
+    size, most = f"{length // 1024}K {jnp.dtype(dtype).name}", max(shard_counts)
+    cases = {"one device": Case(length, dtype=dtype)}
+    cases |= {f"ring of {n}": Case(length, dtype=dtype, shards=n) for n in shard_counts}
+    cases |= {f"all_gather of {most}": Case(length, dtype=dtype, shards=most, strategy="all_gather")}
+    one, *others = cpu_seconds(cases).items()
+    for name, seconds in others:
+        report(f"{size}: {name} / one device", seconds / one[1], 1.05 if "all_gather" in name else 1.08)
+    ring = cases[f"ring of {most}"]
+    report(f"{size}: ring of {most}, compile seconds", ring.compile_seconds, 15)
     if dtype == jnp.float32:
-        report(
-            f"{size}: temp bytes a device, ring of {shard_counts[-1]} / one device",
-            rings[-1].temp_bytes / one.temp_bytes,
-            0.35,
-        )
+        ratio = ring.temp_bytes / cases["one device"].temp_bytes
+        report(f"{size}: temp bytes a device, ring of {most} / one device", ratio, 0.35)
 
 
 def bench_skipping(length: int, shards: int) -> None:
-    plain = without_skipping(length=length, shards=shards)
-    ours, everything = cpu_seconds(Case(length, shards=shards), plain)
-    report(
-        f"{length // 1024}K: ring of {shards}, every tile computed / ours",
-        everything / ours,
-        1.8,
-        at_least=True,
-    )
+    calls = {"plain": without_skipping(length=length, shards=shards), "ours": Case(length, shards=shards)}
+    seconds = cpu_seconds(calls)
+    ratio = seconds["plain"] / seconds["ours"]
+    report(f"{length // 1024}K: ring of {shards}, every tile computed / ours", ratio, 1.8, at_least=True)
 
 
 def documents(lengths: np.ndarray, total: int) -> np.ndarray:
@@ -175,10 +172,11 @@ def documents(lengths: np.ndarray, total: int) -> np.ndarray:
 def bench_packed(length: int) -> None:
     rng = np.random.default_rng(0)
     segments = documents(rng.exponential(4096, length).astype(int) + 1, length)
-    one, packed = cpu_seconds(Case(length), Case(length, segments=segments))
+    seconds = cpu_seconds({"one": Case(length), "packed": Case(length, segments=segments)})
     sizes = np.unique(segments, return_counts=True)[1].astype(float)
     pairs = (sizes * (sizes + 1)).sum() / (length * (length + 1))
-    report(f"{length // 1024}K: documents of mean 4K / one document / ratio of pairs", packed / one / pairs, 1.2)
+    ratio = seconds["packed"] / seconds["one"] / pairs
+    report(f"{length // 1024}K: documents of mean 4K / one document / ratio of pairs", ratio, 1.2)
 
 
 def bench_balance(length: int, shards: int) -> None:
@@ -194,13 +192,11 @@ def bench_balance(length: int, shards: int) -> None:
             for seed in range(4):
                 segments = documents(draw(np.random.default_rng(seed)), length)
                 sizes = np.unique(segments, return_counts=True)[1].astype(float)
-                busiest = layout.work(name, segments, shards).max(axis=1).sum() * layout.tile(name, length, shards) ** 2
-                ratios.append(busiest / ((sizes**2).sum() / 2 / shards))
+                tiles_waited_for = layout.work(name, segments, shards).max(axis=1).sum()
+                pairs = (sizes * (sizes + 1)).sum() / 2
+                ratios.append(tiles_waited_for * layout.tile(name, length, shards) ** 2 / (pairs / shards))
             bar = f"{length // 1024}K over {shards}: lock-step imbalance, {mix}, {name}"
-            if name == "dealt":
-                report(bar, float(np.mean(ratios)), limit)
-            else:
-                print(f"{bar:78} {np.mean(ratios):8.3f}   (for comparison)")
+            report(bar, float(np.mean(ratios)), limit if name == "dealt" else None)
 
 
 def bench_remat(length: int, shards: int) -> None:
@@ -224,17 +220,18 @@ def bench_remat(length: int, shards: int) -> None:
         )
         return x + out.reshape(1, length, D) @ weights["out"], None
 
-    def seconds(body):
+    def gradient(body):
         step = jax.jit(jax.grad(lambda w: jax.lax.scan(body, x, w)[0].sum()))
         return lambda: step(weights)
 
+    def remat(policy=None):
+        return gradient(jax.checkpoint(layer, policy=policy))
+
     saved = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
-    none, names, full = cpu_seconds(
-        seconds(layer), seconds(jax.checkpoint(layer, policy=saved)), seconds(jax.checkpoint(layer))
-    )
-    report(f"{length // 1024}K over {shards}: remat that saves by name / no remat", names / none, 1.10)
-    bar = f"{length // 1024}K over {shards}: full remat / no remat"
-    print(f"{bar:78} {full / none:8.3f}   (for comparison)")
+    seconds = cpu_seconds({"none": gradient(layer), "names": remat(saved), "full": remat()})
+    size = f"{length // 1024}K over {shards}"
+    report(f"{size}: remat that saves by name / no remat", seconds["names"] / seconds["none"], 1.10)
+    report(f"{size}: full remat / no remat", seconds["full"] / seconds["none"])
 
 
 def main() -> None:
