@@ -369,8 +369,8 @@ def test_a_bad_value_is_refused_by_key_with_what_is_legal(override: str, key: st
         (
             ["attention.strategy=ulysses", "mesh.context=8"],
             "mesh.context",
-            "mesh.context x mesh.tensor = 8 must divide model.num_heads = 4, and divide "
-            "model.num_kv_heads = 2 or be a multiple of it; legal: 1, 2, 4",
+            "must divide the key/value heads of a device, 2 (model.num_kv_heads = 2 over mesh.tensor = 1); "
+            "legal: 1, 2, or attention.strategy ring or all_gather",
         ),
         (
             ["optimizer.decay=wsd", "optimizer.decay_fraction=0.5", "optimizer.warmup_steps=3"],

@@ -172,23 +172,19 @@ def _parameter_shards(values: Values) -> Iterator[Problem]:
         yield Problem("model.embed_dim", embed, message)
 
 
-@_needs("attention.strategy", "model.num_heads", "model.num_kv_heads", "mesh.context", "mesh.tensor")
+@_needs("attention.strategy", "model.num_kv_heads", "mesh.context", "mesh.tensor")
 def _ulysses(values: Values) -> Iterator[Problem]:
     """Ulysses exchanges the sequence's shards for shards of heads, on top of those over tensor."""
     if values["attention.strategy"] != "ulysses":
         return
-    heads, kv_heads = values["model.num_heads"], values["model.num_kv_heads"]
     tensor, context = _product(values, "mesh.tensor"), _product(values, "mesh.context")
-    if heads % (context * tensor) or not _either_divides(kv_heads, context * tensor):
-        fitting = [
-            divisor
-            for divisor in _divisors(heads)
-            if heads % (divisor * tensor) == 0 and _either_divides(kv_heads, divisor * tensor)
-        ]
+    # A device has both kinds of heads in equal groups: what divides its key/value heads divides its query heads.
+    local_kv_heads = max(values["model.num_kv_heads"] // tensor, 1)
+    if local_kv_heads % context:
         message = (
-            f"with attention.strategy ulysses, mesh.context x mesh.tensor = {context * tensor} must divide "
-            f"model.num_heads = {heads}, and divide model.num_kv_heads = {kv_heads} or be a multiple of it; "
-            f"legal: {_numbers(fitting) or 'none with this mesh.tensor'}"
+            f"with attention.strategy ulysses it must divide the key/value heads of a device, {local_kv_heads} "
+            f"(model.num_kv_heads = {values['model.num_kv_heads']} over mesh.tensor = {tensor}); "
+            f"legal: {_numbers(_divisors(local_kv_heads))}, or attention.strategy ring or all_gather"
         )
         yield Problem("mesh.context", context, message)
 

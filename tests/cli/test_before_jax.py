@@ -55,6 +55,12 @@ def test_every_problem_at_once(workspace: Workspace, no_jax: dict[str, str]):
     assert "(3 problems)" in text
 
 
+def test_ulysses_wants_key_value_heads_for_every_shard(workspace: Workspace, no_jax: dict[str, str]):
+    too_many = ("attention.strategy=ulysses", "mesh.context=4")  # of 2 key/value heads
+    text = workspace.run("train", "config.yaml", *too_many, environment=no_jax, code=2)
+    assert "mesh.context = 4" in text and "legal: 1, 2, or attention.strategy ring" in text
+
+
 def test_a_config_that_is_no_yaml_or_not_there(workspace: Workspace, no_jax: dict[str, str]):
     (workspace.folder / "torn.yaml").write_text("run: {steps: 3\n")
     for name in ("torn.yaml", "nowhere.yaml"):

@@ -134,7 +134,7 @@ def test_killed_before_the_first_checkpoint(workspace: Workspace, straight: list
     [
         ("mesh.context=1", "mesh.fsdp=2", "batch.accumulation=1", "attention.layout=contiguous"),
         pytest.param(
-            ("mesh.context=4", "attention.strategy=ulysses", "attention.layout=zigzag"), marks=pytest.mark.slow
+            ("mesh.context=4", "attention.strategy=all_gather", "attention.layout=zigzag"), marks=pytest.mark.slow
         ),
         pytest.param(("mesh.context=1", "mesh.tensor=2", "batch.accumulation=4"), marks=pytest.mark.slow),
         pytest.param(("mesh.context=2", "mesh.data=2", "batch.accumulation=1"), marks=pytest.mark.slow),
