@@ -18,8 +18,10 @@ from longtrain.data.rows import RowIndex
 
 DISCOUNTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
+Pairs = tuple[np.ndarray, np.ndarray]
 
-def pairs(index: RowIndex, rows: int) -> tuple[np.ndarray, np.ndarray]:
+
+def pairs(index: RowIndex, rows: int) -> Pairs:
     """The (token, target) pairs of the first rows that count in the loss."""
     found = [index.row(number) for number in range(rows)]
     counted = [row.weights > 0 for row in found]
@@ -28,7 +30,7 @@ def pairs(index: RowIndex, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, targets
 
 
-def held_out_loss(train: tuple[np.ndarray, np.ndarray], held_out: tuple[np.ndarray, np.ndarray], vocabulary: int) -> float:
+def held_out_loss(train: Pairs, held_out: Pairs, vocabulary: int) -> float:
     """Nats a target of the best discount."""
     counts_VV = np.zeros((vocabulary, vocabulary))
     np.add.at(counts_VV, train, 1)
