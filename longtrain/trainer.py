@@ -1,6 +1,8 @@
 """A training run: build, restore, then step, log, evaluate and save until the last step or a signal."""
 
 import contextlib
+import shutil
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -228,12 +230,14 @@ class _Loop:
 def farewell(config: Config) -> str:
     """Where a finished run's things are, and what to do with them."""
     run = config.run_dir
+    # As the reader can type it: the quickstart's environment, for one, is not on the PATH.
+    longtrain = "longtrain" if shutil.which("longtrain") else f"{sys.executable} -m longtrain"
     return "\n".join(
         [
             f"done: {config.run.steps} steps. In {run}/: metrics.jsonl, tensorboard/, checkpoints/, config.yaml",
             f"  watch:    tensorboard --logdir {run}/tensorboard   (pip install tensorboard)",
-            f"  go on:    longtrain train {run}/config.yaml run.steps={2 * config.run.steps}",
-            f"  evaluate: longtrain eval {run}/config.yaml",
-            f"  sample:   longtrain generate {run}/config.yaml --prompt 'def main():'",
+            f"  go on:    {longtrain} train {run}/config.yaml run.steps={2 * config.run.steps}",
+            f"  evaluate: {longtrain} eval {run}/config.yaml",
+            f"  sample:   {longtrain} generate {run}/config.yaml --prompt 'def main():'",
         ]
     )
