@@ -174,7 +174,7 @@ def test_first_values_have_the_deviations_they_should():
             continue
         residual = 1 / np.sqrt(2 * config.num_layers)
         expected = {
-            "embed_VD": 0.02,
+            "embed_VD": 1.0,
             "layers.out_NHD": residual / np.sqrt(config.num_heads * config.head_dim),
             "layers.down_FD": residual / np.sqrt(config.mlp_dim),
         }.get(name, 1 / np.sqrt(config.embed_dim))
