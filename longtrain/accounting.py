@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from longtrain import flops, hardware
 from longtrain.build import Build
+from longtrain.data.hashing import from_limbs
 from longtrain.metrics import finite_or_none
 
 MEASURED_SIZE = 2048
@@ -57,17 +59,35 @@ class Accounting:
     build: Build
     peak: float | None
     tokens_seen: int
+    _since: "_Interval" = field(default_factory=lambda: _Interval())
 
-    def line(
-        self, step: int, sums: Mapping[str, Any], *, seconds: float, data_wait: float, compilations: int
-    ) -> dict[str, Any]:
-        """One step's line.
+    def add(self, sums: Mapping[str, Any], *, seconds: float, data_wait: float) -> None:
+        """Counts one step.
+
+        Args:
+          sums: the step's metrics as numpy arrays, see `step.py`.
+          seconds: its wall time, evaluation and saving apart.
+          data_wait: seconds of it spent waiting for the batch.
+        """
+        config = self.build.config
+        tokens = config.batch.sequences * config.sequence_length - int(sums["padding_tokens"])
+        self.tokens_seen += int(sums["valid_tokens"])
+        self._since.steps += 1
+        self._since.seconds += seconds
+        self._since.data_wait += data_wait
+        self._since.valid_tokens += int(sums["valid_tokens"])
+        self._since.flops += flops.flops_of_sums(config.model, tokens, float(sums["squared_lengths"]))
+
+    def written(self) -> None:
+        """The line was written: times and rates of the next one are means over the steps from here."""
+        self._since = _Interval()
+
+    def line(self, step: int, sums: Mapping[str, Any], *, compilations: int) -> dict[str, Any]:
+        """The line of the step just added; times and rates are means over all steps since the line before.
 
         Args:
           step: the step's number; the first is 1.
-          sums: the step's metrics as numpy arrays, see `step.py`.
-          seconds: wall time a step, evaluation and saving apart.
-          data_wait: seconds of it spent waiting for the batch.
+          sums: the step's metrics as numpy arrays.
           compilations: of the train step in this process.
         """
         config = self.build.config
@@ -75,8 +95,8 @@ class Accounting:
         total_tokens = config.batch.sequences * config.sequence_length
         valid_tokens, padding = int(sums["valid_tokens"]), int(sums["padding_tokens"])
         *limbs, documents, busiest, tiles = (int(value) for value in sums["row_stats"])
-        model_flops = flops.flops_of_sums(config.model, total_tokens - padding, float(sums["squared_lengths"]))
-        rate = valid_tokens / seconds
+        since = self._since
+        rate = since.valid_tokens / since.seconds
         return {
             "step": step,
             "loss": finite_or_none(sums["loss"]),
@@ -87,16 +107,22 @@ class Accounting:
             "documents": documents,
             "padding_fraction": padding / total_tokens,
             "attention_work_balance": busiest * context / tiles if tiles else 1.0,
-            "step_seconds": seconds,
+            "step_seconds": since.seconds / since.steps,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / self.build.mesh.size,
-            "mfu_causal": None if self.peak is None else model_flops / seconds / self.peak,
-            "data_wait_seconds": data_wait,
+            "mfu_causal": None if self.peak is None else since.flops / since.seconds / self.peak,
+            "data_wait_seconds": since.data_wait / since.steps,
             "compilations": compilations,
-            "batch_hash": f"{combined_hash(limbs):016x}",
+            "batch_hash": f"{from_limbs(np.array(limbs)):016x}",
         }
 
 
-def combined_hash(limbs: list[int]) -> int:
-    """The sum modulo 2^64 of the rows' hashes, from the sums of their 16-bit limbs, lowest first."""
-    return sum(limb << (16 * place) for place, limb in enumerate(limbs)) % 2**64
+@dataclass
+class _Interval:
+    """Sums over the steps since the last line."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    data_wait: float = 0.0
+    valid_tokens: int = 0
+    flops: float = 0.0

@@ -16,14 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from longtrain import layout, model, optimizer, state
 from longtrain.config import Config, resolve_mesh
+from longtrain.data.rowsource import ROW_STATS, SEQUENCE_KEYS
 from longtrain.model import Execution, Llama
 from longtrain.ops import kernels
 from longtrain.parallel.mesh import AXES, make_mesh
 from longtrain.parallel.sharding import ACTIVATION, BATCH_AXES, spec
 from longtrain.state import State
-from longtrain.step import SEQUENCE_KEYS, make_eval_step, make_train_step
-
-ROW_STATS = 7
+from longtrain.step import make_eval_step, make_train_step
 
 
 @dataclass(frozen=True)

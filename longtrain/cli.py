@@ -44,6 +44,11 @@ def _outcome(parsed: argparse.Namespace) -> int:
     except LongtrainError as error:
         print(f"longtrain: {error}", file=sys.stderr)
         return error.exit_code
+    except SystemExit as stopped:
+        # A signal before the first step. Threads of what it cut short crash in Python's own way out (seen: exit 139).
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(stopped.code if isinstance(stopped.code, int) else 1)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader (head, less) went away: nobody to tell, and nothing more to flush
@@ -99,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
     show.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="dotted overrides, e.g. mesh.context=4")
     show.add_argument("--origins", action="store_true", help="say for each value what set it")
-    show.add_argument("--schema", action="store_true", help="the JSON schema of a config instead")
+    show.add_argument("--schema", action="store_true", help="the JSON schema of a resolved config (no extends)")
     show.set_defaults(run=_config_show, parser=show)
     return parser
 

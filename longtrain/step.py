@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from longtrain.data.rowsource import SEQUENCE_KEYS
 from longtrain.model import Execution, Llama, Params
 from longtrain.optimizer import global_norm
 from longtrain.parallel.sharding import constrain
@@ -19,8 +20,6 @@ from longtrain.state import State
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-
-SEQUENCE_KEYS = ("tokens", "targets", "positions", "segments", "weights")
 
 
 def _micro_batches(batch: Batch, accumulation: int, how: Execution) -> Batch:

@@ -1,6 +1,7 @@
 """A training run: build, restore, then step, log, evaluate and save until the last step or a signal."""
 
 import contextlib
+import shlex
 import shutil
 import sys
 import time
@@ -17,6 +18,7 @@ from longtrain.compilations import Compilations
 from longtrain.config import Config, to_yaml
 from longtrain.data import prepare
 from longtrain.data.loader import Batches
+from longtrain.data.prepare import Prepared
 from longtrain.data.rows import RowIndex
 from longtrain.errors import NonFiniteError, Preempted
 from longtrain.evaluate import Evaluator
@@ -59,7 +61,7 @@ def train(config: Config) -> None:
 
         checkpoints = Checkpoints(config.run_dir, keep=config.checkpoint.keep, say=say)
         stack.callback(checkpoints.close)
-        state, position = starting_point(built, index, checkpoints, say)
+        state, position = starting_point(built, prepared, index, checkpoints, say)
         if position.step >= config.run.steps:
             done = f"{position.step} of run.steps = {config.run.steps}"
             say(f"{config.run_dir}: the run is complete, {done}; raise it to go on")
@@ -94,7 +96,7 @@ def train(config: Config) -> None:
         process.wait_for_all("the first step")
         stop.started()
         loop = _Loop(
-            config, index, train_step, evaluate, batches, checkpoints, metrics, progress, accounting, compilations, stop
+            config, prepared, index, train_step, evaluate, batches, checkpoints, metrics, progress, accounting, compilations, stop
         )
         loop.run(state, position)
         say(farewell(config))
@@ -114,6 +116,7 @@ class _Loop:
     """The steps of one process. Metrics are fetched one step late, so that the devices always have work queued."""
 
     config: Config
+    prepared: Prepared
     index: RowIndex
     train_step: jax.stages.Compiled
     evaluate: Evaluator | None
@@ -128,7 +131,6 @@ class _Loop:
     def run(self, state: State, position: Position) -> None:
         config = self.config
         self.stop_agreed = False
-        self._unlogged_steps, self._unlogged_seconds, self._unlogged_wait = 0, 0.0, 0.0
         self._clock = time.perf_counter()
         flight: _Flight | None = None
         saved_step = position.step
@@ -181,19 +183,10 @@ class _Loop:
         """The line of a step, once its metrics are here."""
         sums = jax.device_get(flight.sums)
         now = time.perf_counter()
-        self._unlogged_steps += 1
-        self._unlogged_seconds += now - self._clock
-        self._unlogged_wait += flight.data_wait
+        self.accounting.add(sums, seconds=now - self._clock, data_wait=flight.data_wait)
         self._clock = now
-        self.accounting.tokens_seen += int(sums["valid_tokens"])
         self.stop_agreed |= bool(sums["stop_votes"])
-        line = self.accounting.line(
-            flight.step,
-            sums,
-            seconds=self._unlogged_seconds / self._unlogged_steps,
-            data_wait=self._unlogged_wait / self._unlogged_steps,
-            compilations=self.compilations.count,
-        )
+        line = self.accounting.line(flight.step, sums, compilations=self.compilations.count)
         if bad_steps := int(sums["bad_steps"]):
             self._tell_bad_step(bad_steps, line)
         return line
@@ -217,25 +210,26 @@ class _Loop:
         self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._unlogged_steps, self._unlogged_seconds, self._unlogged_wait = 0, 0.0, 0.0
+        self.accounting.written()
         if self.metrics is not None:
             self.metrics.write(line)
         self.progress.update(line)
 
     def _save(self, state: State, position: Position) -> None:
         position.tokens_seen = self.accounting.tokens_seen
-        self.checkpoints.save(position.step, state, run_record(self.config, position, self.index))
+        self.checkpoints.save(position.step, state, run_record(self.config, position, self.prepared, self.index))
 
 
 def farewell(config: Config) -> str:
     """Where a finished run's things are, and what to do with them."""
-    run = config.run_dir
+    run = shlex.quote(str(config.run_dir))
+    board = ", tensorboard/" if config.metrics.tensorboard else ""
     # As the reader can type it: the quickstart's environment, for one, is not on the PATH.
-    longtrain = "longtrain" if shutil.which("longtrain") else f"{sys.executable} -m longtrain"
+    longtrain = "longtrain" if shutil.which("longtrain") else f"{shlex.quote(sys.executable)} -m longtrain"
     return "\n".join(
         [
-            f"done: {config.run.steps} steps. In {run}/: metrics.jsonl, tensorboard/, checkpoints/, config.yaml",
-            f"  watch:    tensorboard --logdir {run}/tensorboard   (pip install tensorboard)",
+            f"done: {config.run.steps} steps. In {config.run_dir}/: metrics.jsonl, checkpoints/, config.yaml{board}",
+            *([f"  watch:    tensorboard --logdir {run}/tensorboard   (pip install tensorboard)"] if board else []),
             f"  go on:    {longtrain} train {run}/config.yaml run.steps={2 * config.run.steps}",
             f"  evaluate: {longtrain} eval {run}/config.yaml",
             f"  sample:   {longtrain} generate {run}/config.yaml --prompt 'def main():'",

@@ -21,7 +21,7 @@ from longtrain.errors import DataError
 
 PYTHON_STDLIB = "python-stdlib"
 _INSTALLED_LATER = {"site-packages", "dist-packages"}
-_NOT_READ = (".parquet", ".arrayrecord", ".array_record", ".zst", ".zip", ".tar", ".bz2", ".xz")
+_NOT_READ = (".json", ".json.gz", ".parquet", ".arrayrecord", ".array_record", ".zst", ".zip", ".tar", ".bz2", ".xz")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SourceFile:
 
     @property
     def is_json_lines(self) -> bool:
-        return self.name.removesuffix(".gz").endswith(".jsonl")
+        return self.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read(file: SourceFile, text_field: str, skipped: Skipped, *, keep_going: boo
     for what cannot be read, and where the file is no longer the one that was listed.
     """
     try:
-        with gzip.open(file.path) if file.name.endswith(".gz") else open(file.path, "rb") as stream:
+        with gzip.open(file.path) if file.name.lower().endswith(".gz") else open(file.path, "rb") as stream:
             if file.is_json_lines:
                 yield from _read_json_lines(file, stream, text_field, skipped)
             else:
@@ -173,7 +173,7 @@ def _root_of(pattern: str) -> Path:
 
 def _describe(path: Path, root: Path) -> SourceFile:
     name = path.relative_to(root).as_posix()
-    if name.endswith(_NOT_READ):
+    if name.lower().endswith(_NOT_READ):
         raise DataError(f"{path}: this kind of file is not read; text, .jsonl, and either with .gz, are")
     status = os.stat(path)
     return SourceFile(name, path, status.st_size, status.st_mtime_ns)

@@ -6,13 +6,14 @@ is really there, so that a run never goes on with other devices than it was writ
 
 import importlib.metadata
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from longtrain.config import Config
-from longtrain.errors import ClusterError
+from longtrain.errors import ClusterError, ConfigError, Problem
 from longtrain.parallel import backend
 
 # Simulated devices share the host's cores, so a peer may be minutes late in a collective without being dead.
@@ -103,9 +104,27 @@ def prepare_environment(config: Config, environment: MutableMapping[str, str] = 
         if jaxlib >= COLLECTIVE_TIMEOUT_FLAGS_SINCE:
             flags.append(f"--xla_cpu_collective_call_terminate_timeout_seconds={COLLECTIVE_WAIT_SECONDS}")
             flags.append(f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={COLLECTIVE_WAIT_SECONDS // 10}")
+    _check_flags(config.communication.xla_flags)
     flags.extend(config.communication.xla_flags)
     environment["XLA_FLAGS"] = " ".join([environment.get("XLA_FLAGS", ""), *flags]).strip()
     return flags
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    """Tries the user's flags in a process of its own: one that jaxlib does not know ends the process it is in.
+
+    Raises:
+      ConfigError: with what XLA said.
+    """
+    if not flags:
+        return
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    tried = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if tried.returncode:
+        said = [line for line in tried.stderr.splitlines() if "XLA_FLAGS" in line] or tried.stderr.splitlines()[-1:]
+        message = f"jaxlib {'.'.join(map(str, jaxlib_version()))} does not take these flags: {' '.join(said)}"
+        raise ConfigError([Problem("communication.xla_flags", list(flags), message)])
 
 
 def join_cluster(config: Config) -> None:

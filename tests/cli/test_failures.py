@@ -200,13 +200,19 @@ def test_real_devices_that_are_not_there(workspace: Workspace):
     assert "finds only the CPU" in text and "mesh.simulate_devices=auto" in text
 
 
+def test_a_flag_that_xla_does_not_know(workspace: Workspace):
+    text = workspace.run("train", "config.yaml", "communication.xla_flags=[--xla_no_such_flag=1]", code=2)
+    assert "communication.xla_flags" in text and "xla_no_such_flag" in text
+
+
 # --- 75, 1 ---
 
 
-def test_stopped_before_the_first_step(workspace: Workspace):
+@pytest.mark.parametrize("said", ["mesh: ", "an epoch: ", "compiled in "])
+def test_stopped_before_the_first_step(workspace: Workspace, said: str):
     process = workspace.start("train", "config.yaml", "run.name=not-begun", "sequence_length=128")
     assert process.stdout is not None
-    while "mesh: " not in process.stdout.readline():
+    while said not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert "stopped by SIGTERM before the first step" in runs.finish(process, 75)
