@@ -273,6 +273,9 @@ REFUSALS = [
     ("run.name=..", "run.name", "must be one folder name"),
     ("run.name=''", "run.name", "must be one folder name"),
     ("run.name=4", "run.name", "must be one folder name"),
+    ("run.name=2024", "run.name", "so quote it, e.g. run.name='\"2024\"' (in a file: \"2024\")"),
+    ("run.name=true", "run.name", "unquoted it is a boolean, so quote it, e.g. run.name='\"true\"'"),
+    ("data.sources.0.path=7", "data.sources.0.path", "e.g. data.sources.0.path='\"7\"'"),
     ("run.output_dir=''", "run.output_dir", "must be text, not empty"),
     ("run=3", "run", "must be a mapping of name, output_dir, seed, steps"),
     ("mesh=null", "mesh", "must be a mapping of data, fsdp, context, tensor, simulate_devices"),
@@ -313,6 +316,7 @@ REFUSALS = [
     ("metrics.profile=[3, 2]", "metrics.profile", "must be [first, last], two steps >= 1 in ascending order"),
     ("metrics.profile=[0, 2]", "metrics.profile", "must be [first, last]"),
     ("metrics.profile=[1, 2, 3]", "metrics.profile", "must be [first, last]"),
+    ("metrics.profile=[4, 5]", "metrics.profile", "its last step must be at most run.steps = 4"),
     ("communication.xla_flags=--a", "communication.xla_flags", "must be a list, each an XLA flag"),
     ("communication.xla_flags=[a]", "communication.xla_flags", "must be a list, each an XLA flag"),
     ("cluster.num_processes=2", "cluster.process_id", "must be set all three, or none"),
@@ -325,6 +329,11 @@ REFUSALS = [
         "cluster={coordinator_address: 'a:1', num_processes: 2, process_id: 2}",
         "cluster.process_id",
         "must be below cluster.num_processes = 2: 0 to 1",
+    ),
+    (
+        "memory.mlp_chunk=24",
+        "memory.mlp_chunk",
+        "must divide a device's part of the sequence, sequence_length / mesh.context = 64: 16 or 32; or null",
     ),
     ("eval.every_steps=2", "data.eval_fraction", "must be > 0 for eval.every_steps = 2"),
     (
@@ -377,6 +386,16 @@ def test_a_bad_value_is_refused_by_key_with_what_is_legal(override: str, key: st
             "optimizer.decay_fraction",
             "at most 0.25",
         ),
+        (
+            ["memory.mlp_chunk=12", "mesh.context=4"],
+            "memory.mlp_chunk",
+            "sequence_length / mesh.context = 16: 8 or 16; or null",
+        ),
+        (
+            ["eval.every_steps=2", "data.eval_fraction=0.5", "eval.sequences=3", "mesh.data=2", "mesh.fsdp=2"],
+            "eval.sequences",
+            "must be a multiple of mesh.data x mesh.fsdp = 4: 4",
+        ),
         (["mesh.data=-1", "mesh.context=-1"], "mesh.context", "only one axis may be -1"),
         (
             ["mesh.data=-1", "mesh.simulate_devices=auto"],
@@ -401,6 +420,28 @@ def test_a_bad_value_is_refused_by_key_with_what_is_legal(override: str, key: st
 )
 def test_keys_that_do_not_go_together_are_refused(overrides: list[str], key: str, words: str):
     assert words in refused(*overrides)[key].message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["memory.mlp_chunk=16", "mesh.context=4"],  # a device's whole part
+        ["memory.mlp_chunk=24", "mesh.context=4"],  # more than that is the whole, too
+        ["memory.mlp_chunk=24", "mesh.context=-1"],  # nobody knows yet
+        ["metrics.profile=[4, 4]"],
+        ["eval.sequences=3", "mesh.data=4"],  # no evaluation is asked for
+        ["eval.sequences=8", "mesh.data=4", "eval.every_steps=2", "data.eval_fraction=0.5"],
+    ],
+)
+def test_keys_that_just_go_together_are_accepted(overrides: list[str]):
+    tiny.config(*overrides)
+
+
+def test_a_number_is_not_to_be_quoted_where_no_text_would_do():
+    for override in ("run.steps=1.5", "attention.strategy=4", "run.name=-4", "checkpoint.restore=0"):
+        (problem,) = refused(override).values()
+        assert "quote" not in problem.message
+    assert tiny.config('run.name="2024"').run.name == "2024"
 
 
 def test_one_bad_mesh_axis_names_the_values_that_serve_all_its_reasons():
@@ -474,6 +515,7 @@ def test_a_free_axis_takes_the_devices_that_are_left():
         (["mesh.context=4"], 2, "takes 4 devices, there are 2"),
         (["mesh.context=-1", "mesh.data=4"], 6, "a multiple of 4 devices; there are 6"),
         (["mesh.data=-1"], 8, r"batch.sequences = 4: must be a multiple of .* = 8: 8"),
+        (["mesh.context=-1", "memory.mlp_chunk=12"], 4, "memory.mlp_chunk = 12: must divide .* = 16: 8 or 16"),
         (["mesh.tensor=-1"], 8, "mesh.tensor = 8: must divide model.num_heads = 4"),
         (["mesh.context=-1"], 6, "sequence_length = 64: must be a multiple of mesh.context = 6: 60 or 66"),
     ],
@@ -488,6 +530,44 @@ def test_with_a_free_axis_the_others_are_checked_at_once():
         "must be a multiple of mesh.context = 3"
         in refused("mesh.context=3", "mesh.data=-1")["sequence_length"].message
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (
+            ["mesh.context=-1", "mesh.simulate_devices=4", "sequence_length=127"],
+            "sequence_length",
+            "mesh.context = 4: 124 or 128 (mesh.context is -1: 4 on mesh.simulate_devices = 4)",
+        ),
+        (
+            ["mesh.fsdp=-1", "mesh.simulate_devices=8"],
+            "batch.sequences",
+            "= 8: 8 (mesh.fsdp is -1: 8 on mesh.simulate_devices = 8)",
+        ),
+        (["mesh.tensor=-1", "mesh.context=2", "mesh.simulate_devices=16"], "mesh.tensor", "1, 2, 4 (mesh.tensor"),
+        (["mesh.context=-1", "mesh.simulate_devices=4", "memory.mlp_chunk=12"], "memory.mlp_chunk", "= 16: 8 or 16"),
+        (["mesh.context=-1", "mesh.fsdp=4", "mesh.simulate_devices=6"], "mesh.simulate_devices", "4: 4 or 8"),
+    ],
+)
+def test_a_free_axis_of_counted_simulated_devices_is_checked_when_loaded(
+    overrides: list[str], key: str, words: str
+):
+    problems = refused(*overrides)
+    assert list(problems) == [key]
+    assert words in problems[key].message
+
+
+def test_a_free_axis_of_simulated_devices_stays_free_in_the_config():
+    loaded = tiny.config("mesh.context=-1", "mesh.simulate_devices=4")
+    assert loaded.mesh.context == -1
+    assert config.resolve_mesh(loaded, 4).context == 4
+
+
+def test_only_what_names_the_free_axis_tells_its_size():
+    problems = refused("mesh.context=-1", "mesh.simulate_devices=4", "sequence_length=127", "model.head_dim=15")
+    assert "is -1" in problems["sequence_length"].message
+    assert "is -1" not in problems["model.head_dim"].message
 
 
 # --- Writing ---
@@ -567,6 +647,7 @@ def test_every_key_is_documented_and_there_are_not_too_many():
 def test_the_json_schema_names_every_section_and_describes_its_keys():
     schema = config.json_schema()
     assert set(schema["properties"]) == set(config.Config.model_fields)
+    assert "resolved" in schema["title"] and "no `extends`" in schema["description"]
     warmup = schema["$defs"]["OptimizerConfig"]["properties"]["warmup_steps"]
     assert (
         warmup["type"] == "integer" and warmup["minimum"] == 0 and "rises linearly" in warmup["description"]

@@ -94,13 +94,18 @@ def with_overrides(config: Config, *overrides: str) -> Config:
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a resolved config, with each key's description."""
-    return Config.model_json_schema()
+    return Config.model_json_schema() | {
+        "title": "A resolved longtrain config",
+        "description": "What `longtrain config CONFIG` prints and a run's config.yaml holds, not every file that "
+        "can be loaded: it has no `extends`, and the sizes of `model` and the other required keys are there, which a "
+        "file may leave to `model.preset`, to the files it extends or to overrides.",
+    }
 
 
 def show(
     path: str | Path | None, overrides: Iterable[str] = (), *, origins: bool = False, schema: bool = False
 ) -> str:
-    """What `longtrain config` prints: the resolved config as YAML, or the JSON schema (needs no path)."""
+    """What `longtrain config` prints: the resolved config as YAML, or its JSON schema (needs no path)."""
     if schema:
         return json.dumps(json_schema(), indent=2) + "\n"
     assert path is not None, "only the schema can be shown without a config"

@@ -1,13 +1,14 @@
 """What several keys must satisfy together, divisibility by the mesh above all, before any device is touched.
 
 A check states the keys it needs and runs when all of them are valid, whatever else is wrong with the config.
-While one axis of the mesh is -1, what the other axes demand is checked; the rest is, in `resolve_mesh`, when
-the number of devices is known.
+While one axis of the mesh is -1, what the other axes demand is checked; the rest is when the number of devices
+is known: at once where they are simulated and counted, else in `resolve_mesh`.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from longtrain.config.reading import leaves
@@ -37,9 +38,30 @@ def _needs(
 
 def cross_problems(values: Values) -> list[Problem]:
     """The problems between keys that are valid each by itself."""
-    return [
+    free = _simulated_axis(values)
+    values = {**values, **free}
+    problems = [
         problem for keys, check in _CHECKS if all(key in values for key in keys) for problem in check(values)
     ]
+    for axis, size in free.items():
+        why = f"({axis} is -1: {size} on mesh.simulate_devices = {values['mesh.simulate_devices']})"
+        problems = [
+            dataclasses.replace(problem, message=f"{problem.message} {why}")
+            if axis in f"{problem.key} {problem.message}"
+            else problem
+            for problem in problems
+        ]
+    return problems
+
+
+def _simulated_axis(values: Values) -> dict[str, int]:
+    """The axis that is -1 with the size that a number of simulated devices gives it; else nothing."""
+    devices = values.get("mesh.simulate_devices")
+    free = [key for key in AXES if values.get(key) == -1]
+    if not isinstance(devices, int) or len(free) != 1 or any(key not in values for key in AXES):
+        return {}
+    size, left_over = divmod(devices, _product(values, *AXES))
+    return {} if left_over else {free[0]: size}
 
 
 def resolve_mesh(config: Config, device_count: int) -> MeshConfig:
@@ -86,6 +108,13 @@ def _numbers(numbers: list[int]) -> str:
 def _divisors(number: int) -> list[int]:
     """The divisors that a number of devices could be."""
     return [divisor for divisor in range(1, min(number, 1 << 16) + 1) if number % divisor == 0]
+
+
+def _nearest_divisors(number: int, value: int) -> str:
+    """The divisors of `number` around `value`, which is between 1 and it (of numbers to 2^32; some of larger ones)."""
+    small = [divisor for divisor in range(1, min(isqrt(number), 1 << 16) + 1) if number % divisor == 0]
+    divisors = [*small, *(number // divisor for divisor in small)]
+    return f"{max(d for d in divisors if d <= value)} or {min(d for d in divisors if d > value)}"
 
 
 def _either_divides(one: int, other: int) -> bool:
@@ -138,6 +167,21 @@ def _sequence(values: Values) -> Iterator[Problem]:
     if length % parts:
         message = f"must be a multiple of {what} = {parts}: {_multiples(length, parts)}"
         yield Problem("sequence_length", length, message)
+
+
+@_needs("memory.mlp_chunk", "sequence_length", "mesh.context")
+def _mlp_chunk(values: Values) -> Iterator[Problem]:
+    """A chunk of at least a device's part of the sequence is the whole part."""
+    chunk, length, context = values["memory.mlp_chunk"], values["sequence_length"], values["mesh.context"]
+    if chunk is None or context == -1 or length % context:
+        return
+    local = length // context
+    if chunk < local and local % chunk:
+        message = (
+            f"must divide a device's part of the sequence, sequence_length / mesh.context = {local}: "
+            f"{_nearest_divisors(local, chunk)}; or null for the whole"
+        )
+        yield Problem("memory.mlp_chunk", chunk, message)
 
 
 @_needs("mesh.tensor")
@@ -240,6 +284,13 @@ def _wsd(values: Values) -> Iterator[Problem]:
         yield Problem("optimizer.decay_fraction", fraction, message)
 
 
+@_needs("metrics.profile", "run.steps")
+def _profile(values: Values) -> Iterator[Problem]:
+    profile, steps = values["metrics.profile"], values["run.steps"]
+    if profile is not None and profile[1] > steps:
+        yield Problem("metrics.profile", list(profile), f"its last step must be at most run.steps = {steps}")
+
+
 @_needs("data.tokenizer", "model.vocab_size")
 def _bytes_vocabulary(values: Values) -> Iterator[Problem]:
     if values["data.tokenizer"] == "bytes" and values["model.vocab_size"] < BYTES_VOCABULARY:
@@ -275,6 +326,14 @@ def _held_out(values: Values) -> Iterator[Problem]:
     if values["eval.every_steps"] is not None and values["data.eval_fraction"] == 0:
         message = f"must be > 0 for eval.every_steps = {values['eval.every_steps']}: nothing is held out"
         yield Problem("data.eval_fraction", values["data.eval_fraction"], message)
+
+
+@_needs("eval.every_steps", "eval.sequences", "mesh.data", "mesh.fsdp")
+def _eval_sequences(values: Values) -> Iterator[Problem]:
+    sequences, parts = values["eval.sequences"], _product(values, "mesh.data", "mesh.fsdp")
+    if values["eval.every_steps"] is not None and sequences % parts:
+        message = f"must be a multiple of mesh.data x mesh.fsdp = {parts}: {_multiples(sequences, parts)}"
+        yield Problem("eval.sequences", sequences, message)
 
 
 @_needs("data.sources.0.weight", "data.sources.1.weight")

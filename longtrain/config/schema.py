@@ -258,7 +258,8 @@ class AttentionConfig(Section):
     strategy: Literal["ring", "all_gather", "ulysses"] = Field(
         "ring",
         description="ring: keys and values travel from shard to shard; all_gather: they are gathered first; "
-        "ulysses: heads are exchanged for sequence, so heads must divide by context x tensor.",
+        "ulysses: heads are exchanged for sequence, so `mesh.context` must divide the key/value heads of a device "
+        "(`model.num_kv_heads` / `mesh.tensor`).",
     )
     layout: Literal["auto", "dealt", "zigzag", "contiguous"] = Field(
         "auto",
@@ -283,7 +284,9 @@ class MemoryConfig(Section):
         description="Tokens of the local sequence whose logits exist at a time, in the head and the loss.",
     )
     mlp_chunk: Count | None = Field(
-        None, description="Tokens of the local sequence that the MLP takes at a time; null: all."
+        None,
+        description="Tokens of the local sequence that the MLP takes at a time; divides the local sequence "
+        "(`sequence_length` / `mesh.context`); null, or no less than that: all.",
     )
 
 
@@ -421,15 +424,21 @@ class MetricsConfig(Section):
         True, description="Whether the same numbers are written as TensorBoard event files."
     )
     profile: StepRange | None = Field(
-        None, description="First and last step to trace with the profiler, `[first, last]`; null: none."
+        None,
+        description="First and last step to trace with the profiler, `[first, last]`, within `run.steps`; null: none.",
     )
 
 
 class EvalConfig(Section):
     """Evaluation on the held-out documents."""
 
-    every_steps: Count | None = Field(None, description="Steps from an evaluation to the next; null: never.")
-    sequences: Count = Field(16, description="Held-out rows (sequences) of an evaluation.")
+    every_steps: Count | None = Field(
+        None,
+        description="Steps from an evaluation to the next; the last step is always evaluated too; null: never.",
+    )
+    sequences: Count = Field(
+        16, description="Held-out rows (sequences) of an evaluation; a multiple of `mesh.data` x `mesh.fsdp`."
+    )
 
 
 class GuardConfig(Section):

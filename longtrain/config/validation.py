@@ -5,6 +5,7 @@ hides no other, and each problem names its dotted key, the value given and what 
 """
 
 import difflib
+import json
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -146,12 +147,24 @@ def _field(value: Any, field: FieldInfo, key: str, found: dict[str, Any]) -> Ite
     elif isinstance(value, list) and item is not None:
         yield Problem(key, value, f"must not be empty: {legal(kind)}")
     else:
+        adapter = TypeAdapter(kind, config=None if sections else Section.model_config)
         try:
-            found[key] = TypeAdapter(kind, config=None if sections else Section.model_config).validate_python(
-                value
-            )
+            found[key] = adapter.validate_python(value)
         except ValidationError:
-            yield Problem(key, value, f"must be {legal(kind)}")
+            yield Problem(key, value, f"must be {legal(kind)}{_quoting(value, key, adapter)}")
+
+
+def _quoting(value: Any, key: str, adapter: TypeAdapter[Any]) -> str:
+    """How to give a number, true or false as text, where the key takes that text."""
+    if not isinstance(value, int | float):
+        return ""
+    word = json.dumps(value)
+    try:
+        adapter.validate_python(word)
+    except ValidationError:
+        return ""
+    kind = "boolean" if isinstance(value, bool) else "number"
+    return f"; unquoted it is a {kind}, so quote it, e.g. {key}='\"{word}\"' (in a file: \"{word}\")"
 
 
 def _chosen_section(value: dict[str, Any], sections: list[type[Section]]) -> type[Section] | None:
