@@ -125,6 +125,14 @@ def test_the_split_follows_documents_and_not_their_numbers():
     assert held_out(range(100)) != set(range(20))
 
 
+def test_the_eval_rows_are_the_same_for_every_seed():
+    one, other = (index_of(AWKWARD, seed=seed, split="eval", eval_fraction=0.3) for seed in (0, 1))
+    assert [one.row(row).pieces for row in range(4)] == [other.row(row).pieces for row in range(4)]
+    train = index_of(AWKWARD, seed=1, eval_fraction=0.3)
+    held_out = {piece.document for row in rows_of(one) for piece in row.pieces}
+    assert not held_out & {piece.document for row in range(train.rows_per_epoch) for piece in train.row(row).pieces}
+
+
 def test_a_fraction_too_small_for_a_document_still_holds_one_out():
     assert index_of([5] * 10, split="eval", eval_fraction=0.01).documents == 1
     assert index_of([5] * 10, eval_fraction=0.99).documents == 1

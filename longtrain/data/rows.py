@@ -116,7 +116,10 @@ class RowIndex:
         self.sequence_length = sequence_length
         self.split = split
 
-        groups = _split_documents(corpus, seed, split, eval_fraction)
+        groups = _split_documents(corpus, split, eval_fraction)
+        # The eval split is one and the same for every seed: runs can be compared, and a later stage with another seed
+        # is not judged on what an earlier one was trained on.
+        order_seed = 0 if split == "eval" else seed
         shares = self._arguments["weights"]
         if shares is None:
             groups, shares = [np.sort(np.concatenate(groups))], [1.0]
@@ -133,7 +136,7 @@ class RowIndex:
         self._documents = [groups[place] for place in kept]
         lengths = np.asarray(corpus.lengths)
         self._packings: list[Packing] = [
-            pack(packing, lengths[documents], sequence_length, key(seed, split == "eval", place))
+            pack(packing, lengths[documents], sequence_length, key(order_seed, split == "eval", place))
             for place, documents in zip(kept, self._documents, strict=True)
         ]
         # Weights are shares of tokens, but rows are dealt: a source whose rows hold more padding is due more
@@ -230,14 +233,15 @@ def _rebuild(corpus: Corpus, arguments: dict[str, Any]) -> RowIndex:
     return RowIndex(corpus, **arguments)
 
 
-def _split_documents(corpus: Corpus, seed: int, split: Split, eval_fraction: float) -> list[np.ndarray]:
+def _split_documents(corpus: Corpus, split: Split, eval_fraction: float) -> list[np.ndarray]:
     """The split's documents of each source, ascending.
 
     A document is held out by its own identity: those of a source with the smallest hashes are. So the splits
-    stay disjoint over every epoch, and a corpus that grows moves few documents from one split to the other.
+    stay disjoint over every epoch and for every seed, and a corpus that grows moves few documents from one split to
+    the other.
     """
     source_of = np.asarray(corpus.source_of)
-    rank = fold(key(seed), np.asarray(corpus.keys, np.uint64))
+    rank = fold(0, np.asarray(corpus.keys, np.uint64))
     groups = []
     for source in range(len(corpus.sources)):
         documents = np.flatnonzero(source_of == source)
