@@ -104,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
     show.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="dotted overrides, e.g. mesh.context=4")
     show.add_argument("--origins", action="store_true", help="say for each value what set it")
-    show.add_argument("--schema", action="store_true", help="the JSON schema of a resolved config (no extends)")
+    show.add_argument(
+        "--schema", action="store_true", help="the JSON schema of a resolved config instead: no extends, sizes required"
+    )
     show.set_defaults(run=_config_show, parser=show)
     return parser
 
