@@ -1,15 +1,16 @@
 """Checkpoints through Orbax: written while training goes on, found again by the same command.
 
 A checkpoint holds three items: `parameters`, `optimizer` (with the step counters) and `run`, a JSON object with the
-data position, the data plan's fingerprint, the resolved config and the code's version. Weights are an item of their own
-so that evaluation, generation, export and continued pre-training read nothing else.
+data position, the fingerprints of data plan and tokenizer, the resolved config and the code's version. Weights are an
+item of their own so that evaluation, generation, export and continued pre-training read nothing else.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from longtrain.model import Params
 from longtrain.parallel import process
 from longtrain.state import State
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 RunRecord = dict[str, Any]
 """The item `run`, see `resume.run_record`."""
@@ -40,9 +42,7 @@ class Checkpoints:
     def __init__(self, run_dir: Path, *, keep: int, say: Say):
         self.folder = run_dir.resolve() / FOLDER
         self._say = say
-        # Orbax tells of every save and restore, and of every error at length before raising it; what matters is said
-        # here instead.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        _silence_orbax()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
@@ -58,6 +58,14 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps that are complete, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def newest_record(self) -> RunRecord | None:
+        """The run object of the newest step whose own can be read; None when there is none."""
+        for step in reversed(self.steps()):
+            run, _ = _in_every_process(functools.partial(_run_object, self._manager, step))
+            if run is not None:
+                return run
+        return None
 
     def save(self, step: int, state: State, run: RunRecord) -> None:
         """Starts saving; returns once the state is copied off the devices, so that the next step may overwrite it.
@@ -114,23 +122,18 @@ class Checkpoints:
         self, step: int, abstract: State, accept: Callable[[RunRecord], None]
     ) -> tuple[tuple[State, RunRecord] | None, str]:
         """What the step holds, or None and the reason why some process cannot read it."""
-        found, reason = None, "another process cannot read its part"
-        try:
-            run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+
+        def read() -> tuple[State, RunRecord]:
+            run = _run_object(self._manager, step)
             accept(run)
             items = ocp.args.Composite(
                 parameters=ocp.args.StandardRestore(abstract.parameters),
                 optimizer=ocp.args.StandardRestore(_without_parameters(abstract)),
             )
             arrays = self._manager.restore(step, args=items)
-            found = State(parameters=arrays["parameters"], **arrays["optimizer"]), run
-        except LongtrainError:
-            raise
-        except Exception as error:  # anything at all: a damaged file may fail anywhere below
-            reason = _short(error)
-        if jax.process_count() > 1 and not multihost_utils.process_allgather(np.array(found is not None)).all():
-            found = None
-        return found, reason
+            return State(parameters=arrays["parameters"], **arrays["optimizer"]), run
+
+        return _in_every_process(read)
 
     def _set_aside(self, step: int, name: str) -> None:
         """Renames a step, so that its number can be saved again and nobody takes it for the run's."""
@@ -168,6 +171,29 @@ def _without_parameters(state: State) -> dict[str, Any]:
     return {"step": state.step, "bad_steps": state.bad_steps, "optimizer": state.optimizer}
 
 
+def _silence_orbax() -> None:
+    """It tells of every save and restore, and of every error at length before raising it; we say what matters."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+def _run_object(manager: ocp.CheckpointManager, step: int) -> RunRecord:
+    return manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+
+
+def _in_every_process(read: Callable[[], T]) -> tuple[T | None, str]:
+    """What `read` gives, or None and the reason why in some process it cannot: all go the same way."""
+    found, reason = None, "another process cannot read its part"
+    try:
+        found = read()
+    except LongtrainError:
+        raise
+    except Exception as error:  # anything at all: a damaged file may fail anywhere below
+        reason = _short(error)
+    if jax.process_count() > 1 and not multihost_utils.process_allgather(np.array(found is not None)).all():
+        found = None
+    return found, reason
+
+
 def _short(error: Exception) -> str:
     """The first line: Orbax and tensorstore append tracebacks and whole trees."""
     first, *rest = str(error).strip().splitlines() or [""]
@@ -176,8 +202,8 @@ def _short(error: Exception) -> str:
 
 def restore_parameters(
     run_dir: Path, abstract: Params, *, step: int | None, accept: Callable[[RunRecord], None], say: Say
-) -> tuple[Params, int]:
-    """Only the weights of a run's step (None: its newest), sharded as `abstract` says, and the step.
+) -> tuple[Params, RunRecord]:
+    """Only the weights of a run's step (None: its newest), sharded as `abstract` says, and its run object.
 
     Args:
       accept: raises where the run object says that the checkpoint, though sound, does not fit.
@@ -185,6 +211,7 @@ def restore_parameters(
     Raises:
       CheckpointError: when there is no such checkpoint or it cannot be read.
     """
+    _silence_orbax()
     folder = run_dir.resolve() / FOLDER
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; is {run_dir} the folder of a run?")
@@ -195,7 +222,8 @@ def restore_parameters(
             raise CheckpointError(f"{folder}: no complete checkpoint {asked}; there are: {steps}")
         step = steps[-1] if step is None else step
         try:
-            accept(manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"])
+            run = _run_object(manager, step)
+            accept(run)
             items = ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract))
             parameters = manager.restore(step, args=items)["parameters"]
         except LongtrainError:
@@ -203,4 +231,4 @@ def restore_parameters(
         except Exception as error:
             raise CheckpointError(f"{folder}/{step}: cannot be read: {_short(error)}") from error
     say(f"weights of step {step} from {folder}")
-    return parameters, step
+    return parameters, run

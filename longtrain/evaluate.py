@@ -75,9 +75,14 @@ def evaluate_run(config: Config, step: int | None, say: Say) -> dict[str, Any]:
     """The eval line of a run's checkpoint (None: the newest): `step` and what `Evaluator` gives.
 
     Raises:
-      CheckpointError, ConfigError: when there is no such checkpoint or it is of another model.
+      CheckpointError, ConfigError: when there is no such checkpoint or it is of another model or tokenizer.
     """
     built = build(config)
-    parameters, step = load_weights(built, config.run_dir, step=step, say=say)
     prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
-    return {"step": step} | Evaluator(built, prepared)(parameters)
+    parameters, record = load_weights(built, prepared, config.run_dir, step=step, say=say)
+    if record["data_plan"] != RowIndex.of(config, prepared, "train").fingerprint:
+        say(
+            "the data plan is not that checkpoint's: sources, packing, weights, sequence_length, run.seed or "
+            "data.eval_fraction are others here; documents held out now may have been trained on"
+        )
+    return {"step": record["position"]["step"]} | Evaluator(built, prepared)(parameters)

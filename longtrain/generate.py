@@ -111,11 +111,12 @@ def generate_from_run(
     """Yields the text that a run's checkpoint (None: the newest) adds to the prompt, piece by piece.
 
     Raises:
-      CheckpointError, ConfigError: when there is no such checkpoint or it is of another model.
+      CheckpointError, ConfigError: when there is no such checkpoint or it is of another model or tokenizer.
     """
     built = build(config)
-    parameters, _ = load_weights(built, config.run_dir, step=step, say=say)
-    tokenizer = prepare.ensure(config, log=say, process_index=jax.process_index()).tokenizer()
+    prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
+    parameters, _ = load_weights(built, prepared, config.run_dir, step=step, say=say)
+    tokenizer = prepared.tokenizer()
     start = [tokenizer.bos_id] if config.data.add_bos and tokenizer.bos_id is not None else []
     prompt_tokens = [*start, *tokenizer.encode(prompt)]
     new: list[int] = []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import longtrain
 from longtrain.build import Build
 from longtrain.checkpoint import Checkpoints, RunRecord, Say, restore_parameters
 from longtrain.config import Config
-from longtrain.config.reading import leaves
+from longtrain.data.prepare import Prepared
 from longtrain.data.rows import RowIndex
 from longtrain.errors import ConfigError, Problem
 from longtrain.model import Params
 from longtrain.state import State
+
+Change = tuple[str, Any, Any]
+"""A config's dotted key, its value in the checkpoint and its value now."""
 
 SIZES = {
     f"model.{name}"
@@ -38,22 +42,27 @@ class Position:
     tokens_seen: int = 0
 
 
-def run_record(config: Config, position: Position, index: RowIndex) -> RunRecord:
+def run_record(config: Config, position: Position, prepared: Prepared, index: RowIndex) -> RunRecord:
     """What a checkpoint keeps beside the arrays."""
     return {
         "position": dataclasses.asdict(position),
         "data_plan": index.fingerprint,
+        "tokenizer": prepared.manifest["tokenizer"]["fingerprint"],
+        "prepared": str(prepared.folder),
         "config": config.model_dump(mode="json"),
         "longtrain": longtrain.__version__,
     }
 
 
-def starting_point(build: Build, index: RowIndex, checkpoints: Checkpoints, say: Say) -> tuple[State, Position]:
+def starting_point(
+    build: Build, prepared: Prepared, index: RowIndex, checkpoints: Checkpoints, say: Say
+) -> tuple[State, Position]:
     """The state and position that the config's `checkpoint` section asks for.
 
     Raises:
       CheckpointError: when a checkpoint asked for is not there or cannot be read.
-      ConfigError: when going on would leave a run's checkpoints behind, change its model or the order of its data.
+      ConfigError: when going on would leave a run's checkpoints behind, change its model or the order of its data, or
+        when weights of another model or tokenizer are to start it.
     """
     config = build.config
     wanted = config.checkpoint.restore
@@ -62,6 +71,12 @@ def starting_point(build: Build, index: RowIndex, checkpoints: Checkpoints, say:
             message = f"{checkpoints.folder} holds steps {steps}; legal: latest, one of these, or another run.name"
             raise ConfigError([Problem("checkpoint.restore", wanted, message)])
     else:
+        if wanted != "latest" and _went_back_before(checkpoints, wanted):
+            say(
+                f"checkpoint.restore = {wanted} was done before: going on from the newest step, which came of it "
+                "(move the later ones away to go back once more)"
+            )
+            wanted = "latest"
         accept = functools.partial(_check_same_run, config, index)
         found = checkpoints.restore(build.state, None if wanted == "latest" else wanted, accept)
         if found is not None:
@@ -69,33 +84,72 @@ def starting_point(build: Build, index: RowIndex, checkpoints: Checkpoints, say:
             position = Position(**record["position"])
             say(f"resuming after step {position.step}, at row {position.rows_taken:,}, from {checkpoints.folder}")
             if changed := _changes(record, config):
-                say("changed since that checkpoint: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in changed))
+                say(_told(changed))
             return state, position
     state = build.initial_state()
     if config.checkpoint.init_from is not None:
-        parameters, _ = load_weights(build, Path(config.checkpoint.init_from), step=None, say=say)
+        parameters, _ = load_weights(build, prepared, Path(config.checkpoint.init_from), step=None, say=say)
         state = dataclasses.replace(state, parameters=parameters)
     return state, Position()
 
 
-def load_weights(build: Build, run_dir: Path, *, step: int | None, say: Say) -> tuple[Params, int]:
-    """Only the weights of a run's step (None: its newest), sharded over the mesh, and the step.
+def load_weights(
+    build: Build, prepared: Prepared, run_dir: Path, *, step: int | None, say: Say
+) -> tuple[Params, RunRecord]:
+    """Only the weights of a run's step (None: its newest), sharded over the mesh, and its run object.
+
+    What else of the model is another here (rope, say, for a longer context) is told of.
 
     Raises:
       CheckpointError: when there is no such checkpoint or it cannot be read.
-      ConfigError: when its model has other sizes than the config's.
+      ConfigError: when its model has other sizes than the config's, or it was trained with another tokenizer.
     """
 
     def accept(record: RunRecord) -> None:
-        _refuse([change for change in _changes(record, build.config) if change[0] in SIZES])
+        changed = [change for change in _changes(record, build.config) if change[0].startswith("model.")]
+        _refuse([change for change in changed if change[0] in SIZES])
+        _check_tokenizer(build.config, prepared, record)
+        if changed:
+            say(_told(changed))
 
     return restore_parameters(run_dir, build.state.parameters, step=step, accept=accept, say=say)
 
 
-def _changes(record: RunRecord, config: Config) -> list[tuple[str, Any, Any]]:
-    """(key, value in the checkpoint, value now) of every key that both know and that differs."""
-    saved, now = dict(leaves(record["config"])), dict(leaves(config.model_dump(mode="json")))
-    return [(key, saved[key], now[key]) for key in now if key in saved and saved[key] != now[key]]
+def _went_back_before(checkpoints: Checkpoints, wanted: int) -> bool:
+    """Whether the newest step came of going back to `wanted`, so that the same command means to go on."""
+    newest = checkpoints.newest_record()
+    return (
+        newest is not None
+        and newest["config"]["checkpoint"]["restore"] == wanted
+        and newest["position"]["step"] > wanted
+    )
+
+
+def _changes(record: RunRecord, config: Config) -> list[Change]:
+    """All that differs between the checkpoint's config and this one."""
+    return list(_differences(record["config"], config.model_dump(mode="json"), ""))
+
+
+def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
+    """Value by value where both are mappings, or lists of as many; anything else is compared as a whole.
+
+    A name that only one of two mappings has is one that the other's version of longtrain did not know, and is passed
+    over: within a version they have the same names, or another `type`, which differs itself.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs = [(name, old[name], new[name]) for name in new if name in old]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = list(zip(range(len(new)), old, new, strict=True))
+    else:
+        if old != new:
+            yield key, old, new
+        return
+    for name, before, now in pairs:
+        yield from _differences(before, now, f"{key}.{name}" if key else name)
+
+
+def _told(changes: list[Change]) -> str:
+    return "changed since that checkpoint: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
 
 
 def _check_same_run(config: Config, index: RowIndex, record: RunRecord) -> None:
@@ -115,6 +169,19 @@ def _check_same_run(config: Config, index: RowIndex, record: RunRecord) -> None:
         raise ConfigError([Problem("data", f"plan {index.fingerprint[:16]}", message)])
 
 
-def _refuse(changes: list[tuple[str, Any, Any]]) -> None:
+def _check_tokenizer(config: Config, prepared: Prepared, record: RunRecord) -> None:
+    """Refuses weights that were trained on the ids of another tokenizer: to them, these would be noise."""
+    old, new = record["tokenizer"], prepared.manifest["tokenizer"]["fingerprint"]
+    if old != new:
+        legal = (
+            "bytes"
+            if old == "bytes"
+            else f"the same sources, where it was trained on them, or its file, {record['prepared']}/tokenizer.model"
+        )
+        message = f"gives tokenizer {new}, the checkpoint was made with {old}; legal: {legal}"
+        raise ConfigError([Problem("data.tokenizer", config.model_dump()["data"]["tokenizer"], message)])
+
+
+def _refuse(changes: list[Change]) -> None:
     if changes:
         raise ConfigError([Problem(key, new, f"the checkpoint was made with {old!r}") for key, old, new in changes])

@@ -96,7 +96,18 @@ def train(config: Config) -> None:
         process.wait_for_all("the first step")
         stop.started()
         loop = _Loop(
-            config, prepared, index, train_step, evaluate, batches, checkpoints, metrics, progress, accounting, compilations, stop
+            config,
+            prepared,
+            index,
+            train_step,
+            evaluate,
+            batches,
+            checkpoints,
+            metrics,
+            progress,
+            accounting,
+            compilations,
+            stop,
         )
         loop.run(state, position)
         say(farewell(config))

@@ -99,6 +99,9 @@ def test_a_chosen_step(workspace: Workspace, copy: str):
     assert workspace.checkpoints(copy) == ["2", "4", "superseded-4"]
     assert [line["step"] for line in workspace.lines(copy)] == [1, 2, 3, 4]
     runs.same_arrays(workspace.state(copy, 4), workspace.state("trained", 4))
+    again = workspace.train(copy, "checkpoint.restore=2")
+    assert "checkpoint.restore = 2 was done before: going on from the newest" in again and "complete, 4 of" in again
+    assert workspace.checkpoints(copy) == ["2", "4", "superseded-4"]
 
 
 def _truncate(checkpoint: Path) -> None:
@@ -157,6 +160,10 @@ def test_half_a_checkpoint_is_not_the_newest(workspace: Workspace, copy: str):
         ("data.packing=concat", "data plan"),
         ("run.seed=1", "data plan"),
         ("model.mlp_dim=128", "model.mlp_dim = 128: the checkpoint was made with 192"),
+        (
+            "model.rope.scaling={type: linear, factor: 2}",
+            "model.rope.scaling = {'type': 'linear', 'factor': 2.0}: the checkpoint was made with None",
+        ),
         ("model.rope.theta=1e6", "model.rope.theta = 1000000.0: the checkpoint was made with 500000.0"),
         ("optimizer.name=lion", "optimizer.name = 'lion': the checkpoint was made with 'adamw'"),
     ],

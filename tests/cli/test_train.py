@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 import struct
 from collections.abc import Iterator
@@ -173,6 +174,44 @@ def test_weights_of_another_run(workspace: Workspace, resumed: list[str]):
     assert "model.mlp_dim = 128: the checkpoint was made with 192" in refused
     assert "model.embed_dim = 32: the checkpoint was made with 64" in refused
     assert "nowhere" in workspace.train("other", "checkpoint.init_from=nowhere", code=5)
+
+
+def test_weights_under_another_model(workspace: Workspace, resumed: list[str]):
+    """A longer reach of rope is a fair experiment, in eval as in a new run, but not one to make unawares."""
+    scaled = "model.rope.scaling={type: linear, factor: 2}"
+    told = "changed since that checkpoint: model.rope.scaling None -> {'type': 'linear', 'factor': 2.0}\n"
+    assert told in workspace.run("eval", "runs/resumed/config.yaml", scaled)
+    as_trained = workspace.run("eval", "runs/resumed/config.yaml")
+    assert "changed since" not in as_trained and "data plan" not in as_trained
+
+
+def test_a_tokenizer_is_the_checkpoints(workspace: Workspace):
+    """One more file, and the tokenizer trained on the sources is another: its ids mean nothing to the weights."""
+    shutil.copytree(workspace.folder / "corpus", workspace.folder / "growing")
+    settings = (
+        "data.sources.0.path=growing",
+        "data.tokenizer={train: sentencepiece, vocab_size: 300}",
+        "model.vocab_size=300",
+        "run.steps=2",
+    )
+    workspace.train("taught", *settings)
+    (workspace.folder / "growing" / "more.txt").write_text("epsilon zeta eta theta " * 40)
+    command = ("config.yaml", "run.name=taught", *settings)
+    for refused in (
+        workspace.run("eval", *command, code=2),
+        workspace.run("generate", *command, "--prompt", "alpha", code=2),
+        workspace.train("pupil", *settings, "checkpoint.init_from=runs/taught", code=2),
+    ):
+        assert "data.tokenizer = {'train': 'sentencepiece'" in refused
+        found = re.search(
+            r"gives tokenizer (sentencepiece:\w{64}), the checkpoint was made with (sentencepiece:\w{64}); "
+            r"legal: the same sources, where it was trained on them, or its file, (prepared/\w{16}/tokenizer.model)",
+            refused,
+        )
+        assert found is not None and found[1] != found[2]
+    assert "data plan is not that checkpoint's" in workspace.run(
+        "eval", *command, f"data.tokenizer={found[3]}", "eval.sequences=1"
+    )
 
 
 @pytest.mark.slow
