@@ -1,5 +1,6 @@
 """Held-out loss: the same number on every mesh, from the same rows every time."""
 
+import functools
 import math
 from typing import Any
 
@@ -43,7 +44,14 @@ class Evaluator:
             )
         micro = config.batch.sequences // config.batch.accumulation
         self._rows = micro if wanted % micro == 0 else shards
-        self._step = build.eval_step(self._rows)
+
+    @functools.cached_property
+    def _step(self) -> jax.stages.Compiled:
+        return self._build.eval_step(self._rows)
+
+    def compile(self) -> None:
+        """Compiles now, so that the first evaluation need not wait for it."""
+        _ = self._step
 
     def __call__(self, parameters: Params) -> dict[str, Any]:
         """`eval_loss` (nats a token), `eval_perplexity`, `eval_tokens` (targets counted), `eval_documents`."""
@@ -79,10 +87,11 @@ def evaluate_run(config: Config, step: int | None, say: Say) -> dict[str, Any]:
     """
     built = build(config)
     prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
+    evaluate = Evaluator(built, prepared)
     parameters, record = load_weights(built, prepared, config.run_dir, step=step, say=say)
     if record["data_plan"] != RowIndex.of(config, prepared, "train").fingerprint:
         say(
             "the data plan is not that checkpoint's: sources, packing, weights, sequence_length, run.seed or "
             "data.eval_fraction are others here; documents held out now may have been trained on"
         )
-    return {"step": record["position"]["step"]} | Evaluator(built, prepared)(parameters)
+    return {"step": record["position"]["step"]} | evaluate(parameters)

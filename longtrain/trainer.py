@@ -58,6 +58,8 @@ def train(config: Config) -> None:
             f"an epoch: {index.documents:,} documents, {index.tokens_per_epoch:,} tokens, "
             f"{index.rows_per_epoch:,} rows of {config.sequence_length:,}, {index.padding_fraction:.2%} padding"
         )
+        # Made before anything is restored or compiled: it refuses what cannot be evaluated.
+        evaluate = Evaluator(built, prepared) if config.eval.every_steps is not None else None
 
         checkpoints = Checkpoints(config.run_dir, keep=config.checkpoint.keep, say=say)
         stack.callback(checkpoints.close)
@@ -77,7 +79,8 @@ def train(config: Config) -> None:
         started = time.perf_counter()
         compilations = Compilations("train_step")
         train_step = built.train_step()
-        evaluate = Evaluator(built, prepared) if config.eval.every_steps is not None else None
+        if evaluate is not None:
+            evaluate.compile()
         say(f"compiled in {time.perf_counter() - started:.1f} s")
         peak, peak_source = peak_flops(built)
         say(f"MFU is against {peak_source}")
