@@ -192,6 +192,7 @@ def test_a_tokenizer_is_the_checkpoints(workspace: Workspace):
         "data.sources.0.path=growing",
         "data.tokenizer={train: sentencepiece, vocab_size: 300}",
         "model.vocab_size=300",
+        "eval.sequences=1",
         "run.steps=2",
     )
     workspace.train("taught", *settings)
@@ -209,9 +210,7 @@ def test_a_tokenizer_is_the_checkpoints(workspace: Workspace):
             refused,
         )
         assert found is not None and found[1] != found[2]
-    assert "data plan is not that checkpoint's" in workspace.run(
-        "eval", *command, f"data.tokenizer={found[3]}", "eval.sequences=1"
-    )
+    assert "data plan is not that checkpoint's" in workspace.run("eval", *command, f"data.tokenizer={found[3]}")
 
 
 @pytest.mark.slow
