@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from longtrain import flops, hardware
 from longtrain.build import Build
-from longtrain.data.hashing import from_limbs
+from longtrain.data.rowsource import RowStats
 from longtrain.metrics import finite_or_none
 
 MEASURED_SIZE = 2048
@@ -94,7 +93,7 @@ class Accounting:
         context = self.build.mesh.shape["context"]
         total_tokens = config.batch.sequences * config.sequence_length
         valid_tokens, padding = int(sums["valid_tokens"]), int(sums["padding_tokens"])
-        *limbs, documents, busiest, tiles = (int(value) for value in sums["row_stats"])
+        stats = RowStats.of(sums["row_stats"])
         since = self._since
         rate = since.valid_tokens / since.seconds
         return {
@@ -104,16 +103,16 @@ class Accounting:
             "learning_rate": finite_or_none(sums["learning_rate"]),
             "valid_tokens": valid_tokens,
             "tokens_seen": self.tokens_seen,
-            "documents": documents,
+            "documents": stats.documents,
             "padding_fraction": padding / total_tokens,
-            "attention_work_balance": busiest * context / tiles if tiles else 1.0,
+            "attention_work_balance": stats.busiest_tiles * context / stats.tiles if stats.tiles else 1.0,
             "step_seconds": since.seconds / since.steps,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / self.build.mesh.size,
             "mfu_causal": None if self.peak is None else since.flops / since.seconds / self.peak,
             "data_wait_seconds": since.data_wait / since.steps,
             "compilations": compilations,
-            "batch_hash": f"{from_limbs(np.array(limbs)):016x}",
+            "batch_hash": f"{stats.hash:016x}",
         }
 
 

@@ -13,6 +13,7 @@ from longtrain.data import prepare
 from longtrain.data.loader import Batches
 from longtrain.data.prepare import Prepared
 from longtrain.data.rows import RowIndex
+from longtrain.data.rowsource import RowStats
 from longtrain.errors import ConfigError, Problem
 from longtrain.metrics import finite_or_none
 from longtrain.model import Params
@@ -75,7 +76,7 @@ class Evaluator:
             "eval_loss": finite_or_none(loss),
             "eval_perplexity": finite_or_none(math.exp(min(loss, 700.0))),
             "eval_tokens": sum(int(part["valid_tokens"]) for part in sums),
-            "eval_documents": sum(int(part["row_stats"][4]) for part in sums),
+            "eval_documents": sum(RowStats.of(part["row_stats"]).documents for part in sums),
         }
 
 

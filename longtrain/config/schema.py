@@ -153,12 +153,8 @@ class RopeConfig(Section):
     """Rotary position embedding."""
 
     theta: Positive = Field(500000.0, description="Base of the rotary frequencies.")
-    scaling: Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="type")] | None = (
-        Field(
-            None,
-            description="How the frequencies change for a context longer than the original; null: not at "
-            "all.",
-        )
+    scaling: Scaling | None = Field(
+        None, description="How the frequencies change for a context longer than the original; null: not at all."
     )
 
 

@@ -5,11 +5,12 @@ Numpy only: worker processes import this and build the row index anew, and never
 
 import dataclasses
 import sys
+from typing import NamedTuple
 
 import numpy as np
 
 from longtrain import layout as layouts
-from longtrain.data.hashing import LIMBS, hash_row, to_limbs
+from longtrain.data.hashing import LIMBS, from_limbs, hash_row, to_limbs
 from longtrain.data.rows import Row, RowIndex
 
 SEQUENCE_KEYS = ("tokens", "targets", "positions", "segments", "weights")
@@ -17,6 +18,19 @@ ROW_STATS = LIMBS + 3
 """`row_stats` of a row, uint32 [7]: its hash as four 16-bit limbs, the low one first (they add up over rows,
 see hashing.from_limbs); its pieces of documents; the busiest shard's attention tiles, summed over ring steps;
 and all shards' tiles."""
+
+
+class RowStats(NamedTuple):
+    """`row_stats` summed over rows, read back."""
+
+    hash: int
+    documents: int
+    busiest_tiles: int
+    tiles: int
+
+    @classmethod
+    def of(cls, sums: np.ndarray) -> "RowStats":
+        return cls(from_limbs(sums[:LIMBS]), *(int(value) for value in sums[LIMBS:]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,12 @@ from jax.sharding import Mesh, PartitionSpec
 from longtrain import layout as layouts
 from longtrain.ops import all_gather, kernels, ring, ulysses
 from longtrain.ops.tiles import Tokens
+from longtrain.parallel.sharding import BATCH_AXES
 
 STRATEGIES: dict[str, ModuleType] = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
 
 SAVED_NAMES = ("attention_out", "attention_lse")
 """What a remat policy must save (both) so that the backward pass does not run attention's forward again."""
-
-BATCH_AXES = ("data", "fsdp")
 
 
 def attention(
