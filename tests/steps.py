@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import tiny
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import tiny
 from longtrain import layout, model, state
 from longtrain.build import Build, build
 from longtrain.config import Config, ModelConfig

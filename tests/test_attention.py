@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import reference
 from longtrain import layout
 from longtrain.ops.attention import SAVED_NAMES, attention
 from longtrain.ops.kernels import xla

@@ -5,6 +5,7 @@ import socket
 import subprocess
 
 import pytest
+
 import runs
 from runs import Workspace
 

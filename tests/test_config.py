@@ -8,8 +8,8 @@ from typing import Any
 
 import pydantic
 import pytest
-import tiny
 
+import tiny
 from longtrain import config
 from longtrain.config import reading
 from longtrain.config.validation import declared_keys

@@ -1,8 +1,8 @@
 """The batch hash, against a plain-integer implementation of what hashing.py documents."""
 
 import numpy as np
-from documents import Documents
 
+from documents import Documents
 from longtrain.data.hashing import from_limbs, hash_row, key, shuffled, to_limbs
 from longtrain.data.rows import RowIndex
 

@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
+
 import tiny
 from documents import Documents
-
 from longtrain.data.inspect import inspect, inspect_step, render
 from longtrain.data.rows import RowIndex
 from longtrain.errors import ConfigError, DataError

@@ -10,9 +10,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from documents import Documents
 from jax.sharding import AxisType, Mesh
 
+from documents import Documents
 from longtrain import layout as layouts
 from longtrain.data.hashing import from_limbs, hash_row
 from longtrain.data.loader import Batches

@@ -11,8 +11,8 @@ import threading
 import numpy as np
 import pytest
 import sentencepiece
-import tiny
 
+import tiny
 from longtrain.config import Config
 from longtrain.data import prepared as prepared_format
 from longtrain.data.prepare import ensure

@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from documents import Documents
 
+from documents import Documents
 from longtrain.data.packing import PACKINGS
 from longtrain.data.rows import Row, RowIndex
 from longtrain.errors import DataError

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import steps
 from jax.sharding import NamedSharding
 
+import steps
 from longtrain.ops.embedding import embed
 from longtrain.parallel.mesh import make_mesh
 from longtrain.parallel.sharding import ACTIVATION, PARAMETER, spec

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import steps
 from jax.sharding import NamedSharding
 
+import steps
 from longtrain.ops.loss import token_losses
 from longtrain.parallel.mesh import make_mesh
 from longtrain.parallel.sharding import ACTIVATION, PARAMETER, spec

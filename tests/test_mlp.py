@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import steps
 
+import steps
 from longtrain.ops.mlp import swiglu
 from longtrain.ops.norm import rms_norm
 from longtrain.parallel.mesh import make_mesh

@@ -9,11 +9,11 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+
 import reference_llama
 import steps
 import tiny
-from flax import nnx
-
 from longtrain import flops, model, state
 from longtrain.build import build
 from longtrain.config import ModelConfig

@@ -11,11 +11,11 @@ from types import ModuleType
 
 import jax
 import pytest
-import test_attention
-from test_attention import assert_exact, case, small_tiles  # noqa: F401  (a fixture)
 
+import test_attention
 from longtrain.ops import all_gather, attention, ring, tiles, ulysses
 from longtrain.ops.kernels import xla
+from test_attention import assert_exact, case, small_tiles  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.slow
 

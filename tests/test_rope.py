@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_llama
 from pydantic import TypeAdapter
 
+import reference_llama
 from longtrain.config import RopeConfig
 from longtrain.config.schema import Scaling
 from longtrain.ops.rope import amplitude, inverse_frequencies, phases, rotate

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
 import steps
 import tiny
-
 from longtrain import optimizer
 from longtrain.build import build
 

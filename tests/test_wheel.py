@@ -9,9 +9,9 @@ import venv
 from pathlib import Path
 
 import pytest
-import tiny
 import yaml
 
+import tiny
 from longtrain.config import reading
 
 CHECKOUT = Path(__file__).parent.parent

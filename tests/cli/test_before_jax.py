@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+
 from runs import CHECKOUT, TREE, Workspace, finish
 
 COMMANDS = ("train", "eval", "generate", "data prepare", "data inspect", "config")

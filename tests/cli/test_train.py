@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.proto import event_pb2
+
 import runs
 from runs import Workspace
-from tensorboardX.proto import event_pb2
 
 EVALUATING = ("eval.every_steps=2",)
 FLOATS = {

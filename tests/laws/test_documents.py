@@ -7,10 +7,10 @@ document takes its ids from a second range, whose embeddings are a hundred times
 import jax
 import numpy as np
 import pytest
-import steps
-import tiny
 from flax import nnx
 
+import steps
+import tiny
 from longtrain.build import build
 
 DOCUMENTS = [[20, 31, 9], [64], [1, 40, 2, 11], [33, 30]]

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+
 import steps
 
 # One of everything: each axis, alone and with others; tensor beyond the two kv heads; each strategy, layout and remat.

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-import steps
-import tiny
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import steps
+import tiny
 from longtrain.build import build
 from longtrain.compilations import Compilations
 

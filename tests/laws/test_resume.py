@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import runs
-from runs import Workspace
 
+import runs
 from longtrain.config import load
 from longtrain.data import prepare
 from longtrain.data.rows import RowIndex
+from runs import Workspace
 
 STEPS = 40
 SETTINGS = ("batch.accumulation=2",)
