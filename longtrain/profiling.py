@@ -32,6 +32,11 @@ class Trace:
         self.running = False
 
 
+def too_late(config: Config, steps_done: int) -> bool:
+    """Whether the chosen steps are all among those that are done already, as after a resume."""
+    return config.metrics.profile is not None and config.metrics.profile[1] <= steps_done
+
+
 @contextmanager
 def traced(config: Config) -> Iterator[Trace]:
     """The run's trace; ended with the block, however that ends."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from longtrain import profiling
+from longtrain import profiling, runlock
 from longtrain.accounting import Accounting, peak_flops
 from longtrain.build import build
 from longtrain.checkpoint import Checkpoints
@@ -61,6 +61,8 @@ def train(config: Config) -> None:
         # Made before anything is restored or compiled: it refuses what cannot be evaluated.
         evaluate = Evaluator(built, prepared) if config.eval.every_steps is not None else None
 
+        if first_process:
+            stack.enter_context(runlock.held(config.run_dir, say))
         checkpoints = Checkpoints(config.run_dir, keep=config.checkpoint.keep, say=say)
         stack.callback(checkpoints.close)
         state, position = starting_point(built, prepared, index, checkpoints, say)
@@ -68,6 +70,8 @@ def train(config: Config) -> None:
             done = f"{position.step} of run.steps = {config.run.steps}"
             say(f"{config.run_dir}: the run is complete, {done}; raise it to go on")
             return
+        if profiling.too_late(config, position.step):
+            say(f"metrics.profile = {list(config.metrics.profile or ())}: those steps are done, nothing is traced")
 
         metrics = None
         if first_process:
@@ -82,8 +86,6 @@ def train(config: Config) -> None:
         if evaluate is not None:
             evaluate.compile()
         say(f"compiled in {time.perf_counter() - started:.1f} s")
-        peak, peak_source = peak_flops(built)
-        say(f"MFU is against {peak_source}")
 
         batches = Batches(
             index,
@@ -95,8 +97,10 @@ def train(config: Config) -> None:
             workers=config.data.workers,
         )
         stack.callback(batches.close)
-        accounting = Accounting(built, peak, position.tokens_seen)
         process.wait_for_all("the first step")
+        peak, peak_source = peak_flops(built)
+        say(f"MFU is against {peak_source}")
+        accounting = Accounting(built, peak, position.tokens_seen)
         stop.started()
         loop = _Loop(
             config,

@@ -64,7 +64,7 @@ def test_metrics_have_the_contract_keys(workspace: Workspace, resumed: list[str]
 
 def test_the_files_of_a_run(workspace: Workspace, resumed: list[str]):
     files = {path.name for path in workspace.run_dir("resumed").iterdir()}
-    assert files == {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints"}
+    assert files == {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", ".lock"}
     assert workspace.checkpoints("resumed") == ["2", "3", "4", "6"]
     shown = workspace.run("config", "config.yaml", "run.name=resumed", *EVALUATING, "run.steps=6")
     assert (workspace.run_dir("resumed") / "config.yaml").read_text() == shown
@@ -130,6 +130,16 @@ def test_lines_beyond_the_checkpoint_and_torn_ones_are_written_again(workspace: 
     lines = workspace.lines("torn")
     assert [line["step"] for line in lines] == list(range(1, last + 13))
     assert scalars(workspace.run_dir("torn") / "tensorboard") == as_scalars(lines)
+
+
+def test_a_second_run_in_the_folder_of_a_living_one_is_refused(workspace: Workspace):
+    first = workspace.start("train", "config.yaml", "run.name=shared", "run.steps=4000", "checkpoint.every_steps=4000")
+    runs.wait_until(lambda: len(workspace.lines("shared")) >= 2, first)
+    refused = workspace.train("shared", code=2)
+    assert f"run.name = 'shared': process {first.pid} on " in refused and "another name" in refused
+    first.kill()
+    runs.finish(first, -signal.SIGKILL)
+    workspace.train("shared", "run.steps=2")  # the dead hold no lock
 
 
 def test_eval_of_a_run(workspace: Workspace, resumed: list[str]):
@@ -219,3 +229,6 @@ def test_a_profile(workspace: Workspace):
     workspace.train("profiled", "metrics.profile=[2,3]", "metrics.tensorboard=false", "run.steps=4")
     assert list((workspace.run_dir("profiled") / "profile").rglob("*.xplane.pb"))
     assert not (workspace.run_dir("profiled") / "tensorboard").exists()
+    # What the trace was to show is behind a run that goes on from step 4.
+    again = workspace.train("profiled", "metrics.profile=[2,3]", "metrics.tensorboard=false", "run.steps=5")
+    assert "metrics.profile = [2, 3]: those steps are done" in again

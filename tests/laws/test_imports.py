@@ -32,6 +32,7 @@ FLOORS = {
         "compare",
         "accounting",
         "resume",
+        "runlock",
         "stopping",
         "profiling",
     ],
