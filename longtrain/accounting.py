@@ -12,6 +12,7 @@ from longtrain import flops, hardware
 from longtrain.build import Build
 from longtrain.data.rowsource import RowStats
 from longtrain.metrics import finite_or_none
+from longtrain.parallel import process
 
 MEASURED_SIZE = 2048
 
@@ -19,14 +20,16 @@ MEASURED_SIZE = 2048
 def peak_flops(build: Build) -> tuple[float | None, str]:
     """FLOP/s of all the mesh's devices together in the compute dtype, and where the figure comes from.
 
-    Accelerators: the data sheet's dense peak. CPU, which has none: a matrix product timed here and now; simulated
-    devices share one host, so the host's rate is that of all of them. None where the table has no peak.
+    Accelerators: the data sheet's dense peak. CPU, which has none: a matrix product timed here and now, times the
+    hosts; simulated devices, and processes, may share one. None where the table has no peak. To be called by all
+    processes at once.
     """
     devices = build.mesh.devices.flatten()
     dtype = build.how.compute_dtype
     if devices[0].platform == "cpu":
-        rate = _measured_matmul_rate(dtype) * len({device.process_index for device in devices})
-        return rate, f"this CPU's own {dtype} matmul rate, {rate / 1e9:,.0f} GFLOP/s measured at start"
+        hosts = process.host_count()
+        rate = _measured_matmul_rate(dtype) * hosts
+        return rate, f"this CPU's own {dtype} matmul rate, {rate / 1e9:,.0f} GFLOP/s measured at start, {hosts} host(s)"
     device = hardware.lookup(devices[0].device_kind)
     peak = device.peak(dtype) if device is not None else None
     if device is None or peak is None:

@@ -49,6 +49,7 @@ def test_two_processes_are_one_run(workspace: Workspace, alone: list[dict]):
     command = ("train", "config.yaml", "run.name=two", *MESH, "eval.every_steps=2")
     first, second = finish(start(workspace, 2, *command, "run.steps=4"), 0)
     assert "on 4 x cpu, 2 process(es)" in first and "done: 4 steps" in first
+    assert "measured at start, 1 host(s)" in first  # the processes share this machine, and so its rate
     assert "joining the cluster" in second and "step 4/4" not in second  # one speaks for all
     assert_same_run(workspace.lines("two"), alone[:4])
     assert {line["compilations"] for line in workspace.lines("two")} == {1}

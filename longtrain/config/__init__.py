@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.config import reading
-from longtrain.config.checks import cross_problems, resolve_mesh
+from longtrain.config.checks import BYTES_VOCABULARY, cross_problems, resolve_mesh
 from longtrain.config.schema import (
     AttentionConfig,
     BatchConfig,
@@ -41,6 +41,7 @@ from longtrain.errors import ConfigError, Problem
 
 __all__ = [
     "AttentionConfig",
+    "BYTES_VOCABULARY",
     "BatchConfig",
     "CheckpointConfig",
     "ClusterConfig",

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import sentencepiece
 
+from longtrain.config import BYTES_VOCABULARY
 from longtrain.data.hashing import key
 from longtrain.data.sources import Document
 from longtrain.errors import ConfigError, DataError, Problem
@@ -46,7 +47,7 @@ class Tokenizer(Protocol):
 class BytesTokenizer:
     """A token a byte of UTF-8: ids 0..255 are the bytes, then begin and end of a document."""
 
-    vocab_size = 258
+    vocab_size = BYTES_VOCABULARY
     bos_id: int | None = 256
     eos_id: int | None = 257
     fingerprint = "bytes"

@@ -6,9 +6,11 @@ is really there, so that a run never goes on with other devices than it was writ
 
 import importlib.metadata
 import os
+import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
@@ -168,6 +170,16 @@ def is_first() -> bool:
     import jax
 
     return jax.process_index() == 0
+
+
+def host_count() -> int:
+    """Hosts that the cluster's processes run on, told apart by name. A collective: all processes must call it."""
+    import jax
+    import numpy as np
+    from jax.experimental.multihost_utils import process_allgather
+
+    name = np.uint32(zlib.crc32(socket.gethostname().encode()))
+    return len(np.unique(process_allgather(name))) if jax.process_count() > 1 else 1
 
 
 def wait_for_all(name: str) -> None:
