@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 from longtrain import layout, model, optimizer, state
 from longtrain.config import Config, resolve_mesh
 from longtrain.data.rowsource import ROW_STATS, SEQUENCE_KEYS
+from longtrain.errors import ConfigError, Problem
 from longtrain.model import Execution, Llama
 from longtrain.ops import kernels
+from longtrain.ops.kernels.workload import Workload
 from longtrain.parallel.mesh import AXES, make_mesh
 from longtrain.parallel.sharding import ACTIVATION, BATCH_AXES, spec
 from longtrain.state import State
@@ -84,7 +86,24 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
     devices = jax.devices() if devices is None else devices
     sizes = resolve_mesh(config, len(devices))
     mesh = make_mesh(sizes.axes, devices)
-    kernel, kernel_reason = kernels.select(config.attention.kernel)
+    one_document = config.data.packing == "one"
+    work = Workload.on(
+        mesh.devices.flat[0],
+        dtype=config.model.compute_dtype,
+        head_dim=config.model.head_dim,
+        q_heads=config.model.num_heads,
+        kv_heads=config.model.num_kv_heads,
+        tokens=config.sequence_length,
+        context=sizes.context,
+        tensor=sizes.tensor,
+        strategy=config.attention.strategy,
+        layout=config.attention.layout,
+        one_document=one_document,
+    )
+    try:
+        kernel, kernel_reason = kernels.select(config.attention.kernel, work)
+    except ValueError as error:
+        raise ConfigError([Problem("attention.kernel", config.attention.kernel, str(error))]) from error
     order, layout_reason = layout.resolve(
         config.attention.layout,
         context=sizes.context,
@@ -97,6 +116,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
         strategy=config.attention.strategy,
         layout=order,
         kernel=kernel,
+        one_document=one_document,
         remat=config.memory.remat,
         loss_chunk=config.memory.loss_chunk,
         mlp_chunk=config.memory.mlp_chunk,

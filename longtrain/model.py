@@ -46,6 +46,8 @@ class Execution:
     strategy: str
     layout: str
     kernel: str
+    one_document: bool
+    """Each row is one document in order, with padding at its end only."""
     remat: str
     loss_chunk: int
     mlp_chunk: int | None
@@ -97,6 +99,7 @@ class Block(nnx.Module):
             strategy=how.strategy,
             layout=how.layout,
             kernel=how.kernel,
+            one_document=how.one_document,
         )
         x_BSD = x_BSD + constrain(jnp.einsum("bsnh,nhd->bsd", out_BSNH, weight("out_NHD")), "BSD", how.mesh)
         h_BSD = rms_norm(x_BSD, self.mlp_norm_D[...], self.epsilon)

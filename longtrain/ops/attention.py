@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from longtrain import layout as layouts
 from longtrain.ops import all_gather, kernels, ring, ulysses
+from longtrain.ops.kernels.workload import Settings, Workload, interpreting
 from longtrain.ops.tiles import Tokens
 from longtrain.parallel.sharding import BATCH_AXES
 
@@ -39,6 +40,7 @@ def attention(
     layout: str = "contiguous",
     kernel: str = "auto",
     scale: float | None = None,
+    one_document: bool = False,
 ) -> jax.Array:
     """Attention of each query over its own document's keys up to its own position: out_BSNH, in q's dtype.
 
@@ -49,20 +51,39 @@ def attention(
     The arrays are global, in the order of `layout` (the answer never depends on it; the speed does). With a
     mesh (of axes data, fsdp, context, tensor; those it lacks count as 1) they are computed with B over data x
     fsdp, S over context, N and K over tensor; fewer key/value heads than tensor shards are replicated.
-    `scale` multiplies the scores: 1 / sqrt(H) unless given.
+    `scale` multiplies the scores: 1 / sqrt(H) unless given. `one_document` promises that each row is one document
+    in order, from position 0, with padding at its end only: some kernels serve no other rows.
 
-    Raises ValueError, with the numbers, for arguments that do not fit each other or the mesh.
+    Raises ValueError, with the numbers, for arguments that do not fit each other or the mesh, and for a kernel that
+    cannot serve them.
     """
     axis_sizes = {name: mesh.shape.get(name, 1) if mesh else 1 for name in (*BATCH_AXES, "context", "tensor")}
     _check(q_BSNH, k_BSKH, v_BSKH, positions_BS, segments_BS, axis_sizes, strategy)
+    _, S, N, H = q_BSNH.shape
+    shards = axis_sizes["context"]
+    settings = Settings(
+        scale=1 / math.sqrt(H) if scale is None else float(scale),
+        tile=layouts.tile(layout, S, shards),
+        block=layouts.block(layout, S, shards),
+        interpret=interpreting(),
+    )
+    work = Workload.on(
+        jax.devices()[0] if mesh is None else mesh.devices.flat[0],
+        dtype=str(q_BSNH.dtype),
+        head_dim=H,
+        q_heads=N,
+        kv_heads=k_BSKH.shape[2],
+        tokens=S,
+        context=shards,
+        tensor=axis_sizes["tensor"],
+        strategy=strategy,
+        layout=layout,
+        one_document=one_document,
+    )
     call = _Call(
         strategy=strategy,
-        context_axis="context" if axis_sizes["context"] > 1 else None,
-        kernel=kernels.Kernel(
-            name=kernels.select(kernel)[0],
-            scale=1 / math.sqrt(q_BSNH.shape[-1]) if scale is None else float(scale),
-            tile=layouts.tile(layout, q_BSNH.shape[1], axis_sizes["context"]),
-        ),
+        context_axis="context" if shards > 1 else None,
+        kernel=kernels.Kernel(kernels.select(kernel, work)[0], settings),
     )
     return _attention(call, mesh, q_BSNH, k_BSKH, v_BSKH, Tokens(positions_BS, segments_BS))
 

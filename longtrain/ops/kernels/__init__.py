@@ -1,12 +1,14 @@
 """Block kernels: attention of a block of queries over a block of keys, on one device. The one place where
 platforms differ.
 
-Every kernel is a module with two functions of this shape (dims: B rows, K key/value heads, G query heads per
+Every kernel is a module with three functions of this shape (dims: B rows, K key/value heads, G query heads per
 key/value head, T queries, S keys, H head_dim):
 
-    forward(q_BKGTH, k_BKSH, v_BKSH, q_tokens, kv_tokens, *, scale, tile)
+    limits(work)
+        -> None where it can serve this workload, or in a few words why not and what it could serve
+    forward(q_BKGTH, k_BKSH, v_BKSH, q_tokens, kv_tokens, settings)
         -> out_BKGTH, stats_2BKGT
-    backward(q_BKGTH, k_BKSH, v_BKSH, d_out_BKGTH, stats_2BKGT, delta_BKGT, q_tokens, kv_tokens, *, scale, tile)
+    backward(q_BKGTH, k_BKSH, v_BKSH, d_out_BKGTH, stats_2BKGT, delta_BKGT, q_tokens, kv_tokens, settings)
         -> dq_BKGTH, dk_BKSH, dv_BKSH
 
 All results are float32, and so are stats and delta; q, k, v and d_out share the compute dtype.
@@ -18,6 +20,8 @@ float32 near 1e4 is good to 1e-3 only), and a kernel that has only the sum can g
 
 `backward` is given the stats over *all* keys, and delta = sum over H of out * d_out, so that the gradients of
 several blocks of keys simply add up. Tokens of segment 0 must hold finite numbers.
+
+Which kernel serves is decided here, by `select`, before anything is compiled.
 """
 
 import dataclasses
@@ -26,38 +30,65 @@ from types import ModuleType
 import jax
 
 from longtrain.ops.kernels import xla
+from longtrain.ops.kernels.workload import Settings, Workload
 from longtrain.ops.tiles import Tokens
 
 _MODULES: dict[str, ModuleType] = {"xla": xla}
 
+_FUSED: dict[str, tuple[str, ...]] = {"cpu": (), "gpu": (), "tpu": ()}
+"""Of each platform the kernels made for it, the one to prefer first. Where none serves there is `xla`."""
+
 KERNELS = tuple(_MODULES)
 
 
-def select(kernel: str) -> tuple[str, str]:
+def select(kernel: str, work: Workload) -> tuple[str, str]:
     """The kernel to use for the config's `attention.kernel`, and the reason in a few words.
 
-    Raises ValueError for a name that is neither `auto` nor a kernel.
+    `auto` takes the first of the platform's own kernels that can serve; where there are some and none can, the
+    blockwise one, and the reason says loudly what that means. Raises ValueError for a name that is neither `auto`
+    nor a kernel, and for a kernel that cannot serve this workload, with the reason and what `auto` would take.
     """
     if kernel == "auto":
-        return "xla", "the blockwise kernel runs on every platform, and is the only one so far"
+        return _automatic(work)
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r} is not one of {', '.join(('auto', *KERNELS))}")
+    if limit := limits(kernel, work):
+        name, why = _automatic(work)
+        raise ValueError(f"kernel {kernel!r} cannot serve here: {limit}; auto would take {name} ({why})")
     return kernel, "asked for"
+
+
+def limits(kernel: str, work: Workload) -> str | None:
+    """Why a kernel cannot serve a workload, and what it could serve; None where it can."""
+    return _MODULES[kernel].limits(work)
+
+
+def _automatic(work: Workload) -> tuple[str, str]:
+    if work.platform not in _FUSED:
+        return "xla", f"the blockwise kernel runs on every platform, {work.platform} too"
+    refused: list[str] = []
+    for name in _FUSED[work.platform]:
+        limit = limits(name, work)
+        if limit is None:
+            return name, "; ".join([f"the fused kernel for {work.platform} that serves", *refused])
+        refused.append(f"not {name}: {limit}")
+    if work.platform == "cpu":
+        return "xla", "the blockwise kernel is the fast one on CPU"
+    why = "; ".join(refused) or "none is written yet"
+    return "xla", f"NO FUSED KERNEL SERVES, and the blockwise one is several times slower on {work.platform}: {why}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A block kernel with its static settings: score scale and tokens along a tile's side."""
+    """A block kernel with its static settings."""
 
     name: str
-    scale: float
-    tile: int
+    settings: Settings
 
     def forward(
         self, q_BKGTH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, q_tokens: Tokens, kv_tokens: Tokens
     ) -> tuple[jax.Array, jax.Array]:
-        module = _MODULES[self.name]
-        return module.forward(q_BKGTH, k_BKSH, v_BKSH, q_tokens, kv_tokens, scale=self.scale, tile=self.tile)
+        return _MODULES[self.name].forward(q_BKGTH, k_BKSH, v_BKSH, q_tokens, kv_tokens, self.settings)
 
     def backward(
         self,
@@ -70,6 +101,5 @@ class Kernel:
         q_tokens: Tokens,
         kv_tokens: Tokens,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        module = _MODULES[self.name]
         arrays = (q_BKGTH, k_BKSH, v_BKSH, d_out_BKGTH, stats_2BKGT, delta_BKGT)
-        return module.backward(*arrays, q_tokens, kv_tokens, scale=self.scale, tile=self.tile)
+        return _MODULES[self.name].backward(*arrays, q_tokens, kv_tokens, self.settings)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from longtrain.ops import tiles
+from longtrain.ops.kernels.workload import Settings, Workload
 from longtrain.ops.tiles import Tokens
 
 SMALLEST_TILE = 64
@@ -28,20 +29,23 @@ the backward's; where scores reach 1e3, the gradients would feel it."""
 Arrays = tuple[jax.Array, ...]
 
 
+def limits(work: Workload) -> str | None:
+    """None: it serves every workload, on every platform."""
+    return None
+
+
 def forward(
     q_BKGTH: jax.Array,
     k_BKSH: jax.Array,
     v_BKSH: jax.Array,
     q_tokens: Tokens,
     kv_tokens: Tokens,
-    *,
-    scale: float,
-    tile: int,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """See the package. Softmax in one pass: each tile rescales what the tiles before it have summed."""
-    tile = max(tile, SMALLEST_TILE)
+    tile = max(settings.tile, SMALLEST_TILE)
     length = q_BKGTH.shape[3]
-    q_BKGTH, scale = _fold_scale(q_BKGTH, scale)
+    q_BKGTH, scale = _fold_scale(q_BKGTH, settings.scale)
     q_BKGTH, k_BKSH, v_BKSH = _pad(q_BKGTH, 3, tile), _pad(k_BKSH, 2, tile), _pad(v_BKSH, 2, tile)
     q_tokens, kv_tokens = _pad_tokens(q_tokens, tile), _pad_tokens(kv_tokens, tile)
     q_bounds, kv_bounds = tiles.bounds(q_tokens, tile), tiles.bounds(kv_tokens, tile)
@@ -94,14 +98,12 @@ def backward(
     delta_BKGT: jax.Array,
     q_tokens: Tokens,
     kv_tokens: Tokens,
-    *,
-    scale: float,
-    tile: int,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See the package. The softmax is rebuilt tile by tile from its global statistics."""
-    tile = max(tile, SMALLEST_TILE)
+    tile = max(settings.tile, SMALLEST_TILE)
     length, kv_length = q_BKGTH.shape[3], k_BKSH.shape[2]
-    q_BKGTH, rest = _fold_scale(q_BKGTH, scale)
+    q_BKGTH, rest = _fold_scale(q_BKGTH, settings.scale)
     peak_BKGT, log_total_BKGT = stats_2BKGT[0], jnp.log(stats_2BKGT[1])
     q_BKGTH, d_out_BKGTH, peak_BKGT, log_total_BKGT, delta_BKGT = (
         _pad(x, 3, tile) for x in (q_BKGTH, d_out_BKGTH, peak_BKGT, log_total_BKGT, delta_BKGT)
@@ -148,7 +150,7 @@ def backward(
     grads = (_zeros(B, K, H, G, T), _zeros(*k_BKSH.shape), _zeros(*v_BKSH.shape))
     dq_BKHGT, dk_BKSH, dv_BKSH = lax.fori_loop(0, B * (T // tile), query_tile, grads)
     dq_BKGTH = dq_BKHGT.transpose(0, 1, 3, 4, 2)[:, :, :, :length]
-    return dq_BKGTH * scale, _scaled(dk_BKSH, rest)[:, :, :kv_length], dv_BKSH[:, :, :kv_length]
+    return dq_BKGTH * settings.scale, _scaled(dk_BKSH, rest)[:, :, :kv_length], dv_BKSH[:, :, :kv_length]
 
 
 def _visit(visits: tiles.Visits, key_tile: Callable[..., Arrays], carry: Arrays) -> Arrays:

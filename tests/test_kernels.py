@@ -1,0 +1,87 @@
+"""Which block kernel serves what: `auto`, explicit choices, refusals, and where they show."""
+
+from types import SimpleNamespace
+from typing import get_args
+
+import jax
+import pytest
+
+import tiny
+from longtrain.build import build
+from longtrain.config.schema import AttentionConfig
+from longtrain.ops import kernels
+from longtrain.ops.kernels.workload import Workload, interpreted, interpreting
+
+H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
+
+
+def workload(device=H100, **changes) -> Workload:
+    """Llama 3 8B's attention at 64K tokens over 8 shards."""
+    facts = {
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "q_heads": 32,
+        "kv_heads": 8,
+        "tokens": 65536,
+        "context": 8,
+        "tensor": 1,
+        "strategy": "ring",
+        "layout": "auto",
+        "one_document": False,
+    }
+    return Workload.on(device, **(facts | changes))
+
+
+def test_the_config_names_the_kernels_there_are():
+    assert get_args(AttentionConfig.model_fields["kernel"].annotation) == ("auto", *kernels.KERNELS)
+
+
+def test_a_workload_is_the_share_of_one_device():
+    work = workload(tensor=4, kv_heads=2)
+    assert (work.tokens, work.q_heads, work.kv_heads, work.capability) == (8192, 8, 1, "9.0")
+    assert workload(jax.devices()[0]).platform == "cpu"
+
+
+def test_cpu_takes_the_blockwise_kernel():
+    assert kernels.select("auto", workload(jax.devices()[0]))[0] == "xla"
+    assert kernels.select("xla", workload(jax.devices()[0])) == ("xla", "asked for")
+
+
+def test_auto_takes_the_first_kernel_of_the_platform_that_serves(monkeypatch):
+    """With two kernels made up for the purpose."""
+    made_up = {
+        name: SimpleNamespace(limits=lambda work, name=name: None if name in served else f"{name} is out")
+        for name in ("fast", "slow")
+    }
+    monkeypatch.setattr(kernels, "_MODULES", kernels._MODULES | made_up)
+    monkeypatch.setattr(kernels, "KERNELS", (*kernels.KERNELS, *made_up))
+    monkeypatch.setattr(kernels, "_FUSED", {"gpu": ("fast", "slow")})
+    served = {"fast", "slow"}
+    assert kernels.select("auto", workload())[0] == "fast"
+    assert kernels.select("slow", workload()) == ("slow", "asked for")
+    served = {"slow"}
+    name, reason = kernels.select("auto", workload())
+    assert name == "slow" and "not fast: fast is out" in reason
+    with pytest.raises(ValueError, match="'fast' cannot serve here: fast is out; auto would take slow"):
+        kernels.select("fast", workload())
+    served = set()
+    name, reason = kernels.select("auto", workload())
+    assert name == "xla"
+    assert "NO FUSED KERNEL SERVES" in reason and "fast is out" in reason and "slow is out" in reason
+
+
+def test_interpretation_is_on_only_where_asked_for():
+    assert not workload().interpret
+    with interpreted():
+        assert interpreting() and workload().interpret
+    assert not interpreting()
+
+
+def test_a_build_says_its_kernel_and_the_reason():
+    choices = build(tiny.config(), jax.devices()[:1]).choices
+    assert any(choice.startswith("attention.kernel: xla (the blockwise kernel") for choice in choices)
+
+
+def test_the_promise_of_one_document_comes_from_the_packing():
+    assert build(tiny.config("data.packing=one"), jax.devices()[:1]).how.one_document
+    assert not build(tiny.config("data.packing=concat"), jax.devices()[:1]).how.one_document
