@@ -162,3 +162,8 @@ def lookup(device_kind: str) -> Device | None:
     """The device of a jax `device_kind` or of a name in the table; None for one that is not in it."""
     kinds = DEVICES | _DEVICE_KINDS
     return {kind.lower(): device for kind, device in kinds.items()}.get(device_kind.strip().lower())
+
+
+def device_kind(device: Device) -> str:
+    """The jax `device_kind` of a device of the table."""
+    return next(kind for kind, known in _DEVICE_KINDS.items() if known == device)

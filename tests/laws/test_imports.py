@@ -52,6 +52,7 @@ WITHOUT_JAX = [
     "longtrain.flops",
     "longtrain.hardware",
     "longtrain.parallel.process",
+    "longtrain.plan.targets",
 ]
 
 
