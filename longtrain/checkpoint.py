@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from longtrain import digests
 from longtrain.errors import CheckpointError, LongtrainError
 from longtrain.model import Params
 from longtrain.parallel import process
@@ -36,12 +37,13 @@ class Checkpoints:
     Args:
       run_dir: the run's folder.
       keep: how many of the newest to keep.
+      verify: whether files are compared with their digests before a restore.
       say: takes a line for people.
     """
 
-    def __init__(self, run_dir: Path, *, keep: int, say: Say):
+    def __init__(self, run_dir: Path, *, keep: int, verify: bool, say: Say):
         self.folder = run_dir.resolve() / FOLDER
-        self._say = say
+        self._verify, self._say = verify, say
         _silence_orbax()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -54,6 +56,7 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.folder}: cannot be opened for checkpoints: {_short(error)}") from error
+        self._digester = digests.Digester(self.folder, jax.process_index(), jax.process_count())
 
     def steps(self) -> list[int]:
         """The steps that are complete, oldest first."""
@@ -81,6 +84,7 @@ class Checkpoints:
         )
         try:
             saved = self._manager.save(step, args=items, force=True)
+            self._digester.after(step)
         except Exception as error:  # Orbax lets through whatever the file system or tensorstore raised
             raise CheckpointError(f"{self.folder}/{step}: cannot be saved: {_short(error)}") from error
         if not saved:
@@ -123,6 +127,12 @@ class Checkpoints:
     ) -> tuple[tuple[State, RunRecord] | None, str]:
         """What the step holds, or None and the reason why some process cannot read it."""
 
+        if self._verify:
+            verified, reason = _verified(self.folder / str(step), ("parameters", "optimizer", "run"))
+            if verified is None:
+                return None, reason
+            self._say(f"checkpoint {self.folder}/{step}: {verified}")
+
         def read() -> tuple[State, RunRecord]:
             run = _run_object(self._manager, step)
             accept(run)
@@ -156,6 +166,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+            self._digester.wait()
         except Exception as error:
             raise CheckpointError(f"{self.folder}: a checkpoint could not be written: {_short(error)}") from error
 
@@ -163,6 +174,7 @@ class Checkpoints:
         """Raises nothing: a run that ends well has waited for its saves, and one that fails shall say why itself."""
         try:
             self._manager.close()
+            self._digester.close()
         except Exception as error:
             self._say(f"checkpoints in {self.folder} could not be closed: {_short(error)}")
 
@@ -178,6 +190,12 @@ def _silence_orbax() -> None:
 
 def _run_object(manager: ocp.CheckpointManager, step: int) -> RunRecord:
     return manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+
+
+def _verified(checkpoint: Path, items: tuple[str, ...]) -> tuple[str | None, str]:
+    """What was verified in words, or None and why the checkpoint is not what was written."""
+    share = functools.partial(digests.verify, checkpoint, items, jax.process_index(), jax.process_count())
+    return _in_every_process(share)
 
 
 def _in_every_process(read: Callable[[], T]) -> tuple[T | None, str]:
@@ -201,11 +219,18 @@ def _short(error: Exception) -> str:
 
 
 def restore_parameters(
-    run_dir: Path, abstract: Params, *, step: int | None, accept: Callable[[RunRecord], None], say: Say
+    run_dir: Path,
+    abstract: Params,
+    *,
+    step: int | None,
+    verify: bool,
+    accept: Callable[[RunRecord], None],
+    say: Say,
 ) -> tuple[Params, RunRecord]:
     """Only the weights of a run's step (None: its newest), sharded as `abstract` says, and its run object.
 
     Args:
+      verify: whether files are compared with their digests first.
       accept: raises where the run object says that the checkpoint, though sound, does not fit.
 
     Raises:
@@ -221,6 +246,11 @@ def restore_parameters(
             asked = f"of step {step}" if step is not None else "at all"
             raise CheckpointError(f"{folder}: no complete checkpoint {asked}; there are: {steps}")
         step = steps[-1] if step is None else step
+        if verify:
+            verified, reason = _verified(folder / str(step), ("parameters", "run"))
+            if verified is None:
+                raise CheckpointError(f"{folder}/{step}: cannot be read: {reason}")
+            say(f"checkpoint {folder}/{step}: {verified}")
         try:
             run = _run_object(manager, step)
             accept(run)

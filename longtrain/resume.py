@@ -112,7 +112,8 @@ def load_weights(
         if changed:
             say(_told(changed))
 
-    return restore_parameters(run_dir, build.state.parameters, step=step, accept=accept, say=say)
+    verify = build.config.checkpoint.verify
+    return restore_parameters(run_dir, build.state.parameters, step=step, verify=verify, accept=accept, say=say)
 
 
 def _went_back_before(checkpoints: Checkpoints, wanted: int) -> bool:

@@ -63,7 +63,8 @@ def train(config: Config) -> None:
 
         if first_process:
             stack.enter_context(runlock.held(config.run_dir, say))
-        checkpoints = Checkpoints(config.run_dir, keep=config.checkpoint.keep, say=say)
+        keep, verify = config.checkpoint.keep, config.checkpoint.verify
+        checkpoints = Checkpoints(config.run_dir, keep=keep, verify=verify, say=say)
         stack.callback(checkpoints.close)
         state, position = starting_point(built, prepared, index, checkpoints, say)
         if position.step >= config.run.steps:

@@ -393,6 +393,11 @@ class CheckpointConfig(Section):
         "latest",
         description="Checkpoint of this run to go on from: the newest complete one, none, or that of a step.",
     )
+    verify: bool = Field(
+        True,
+        description="Whether every file is read and compared with the digest made when it was written, before a "
+        "restore.",
+    )
     init_from: Text | None = Field(
         None,
         description="Run folder from whose newest checkpoint a run that has none takes its weights (those "

@@ -31,6 +31,7 @@ FLOORS = {
         "guard",
         "compare",
         "accounting",
+        "digests",
         "resume",
         "runlock",
         "stopping",
