@@ -137,4 +137,6 @@ def _local_backward(
     inputs = tuple(_chunks(array, chunk) for array in (x_BTD, targets_BT, lse_BT, gradient_BT))
     dhead_DV, dx = jax.lax.scan(one_chunk, jnp.zeros(whole_DV.shape, jnp.float32), inputs)
     dhead_DV = jax.lax.psum_scatter(dhead_DV, PARAMETER_AXES, scatter_dimension=0, tiled=True)
+    # The layers' backward pass waits for the scatter: left to itself XLA puts it off and keeps the whole until then.
+    dx, dhead_DV = jax.lax.optimization_barrier((dx, dhead_DV))
     return _joined(dx, length), jax.lax.psum(dhead_DV, "data").astype(head_DV.dtype)
