@@ -82,6 +82,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     _config_command(commands, "train", _train, "train; the same command again resumes")
+    planned = _config_command(commands, "plan", _plan, "say whether it fits and how long a step takes, from formulas")
+    planned.add_argument("--hardware", metavar="KIND", help="kind of device, e.g. H100, GB200, v5p")
+    planned.add_argument("--devices", type=_positive, metavar="N", help="how many (default: the mesh's product)")
+    planned.add_argument(
+        "--document-tokens", type=_positive, metavar="N", help="length of the documents in a row (default: the row's)"
+    )
+    planned.add_argument("--assumptions", type=Path, metavar="FILE", help="YAML of entries in place of those printed")
+    _json_option(planned)
     evaluate = _config_command(commands, "eval", _evaluate, "loss of a run's checkpoint on the held-out documents")
     _step_option(evaluate, "evaluate the checkpoint of this step (default: the newest)")
     _json_option(evaluate)
@@ -173,6 +181,24 @@ def _train(arguments: argparse.Namespace) -> None:
     from longtrain.trainer import train
 
     train(config)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from longtrain.config import load
+    from longtrain.errors import CheckFailed
+    from longtrain.plan import estimate, report
+
+    plan = estimate.plan(
+        load(arguments.config, arguments.overrides),
+        arguments.hardware,
+        devices=arguments.devices,
+        document_tokens=arguments.document_tokens,
+        assumptions_file=arguments.assumptions,
+    )
+    report.show(plan)
+    _write_json(arguments.json, plan.to_json())
+    if not plan.fits:
+        raise CheckFailed(report.verdict(plan))
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

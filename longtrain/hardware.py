@@ -23,11 +23,17 @@ class Device:
         float32 (true float32 products) and tf32 (float32 operands rounded to TF32, what NVIDIA's libraries do
         with float32 unless told otherwise). What a vendor does not publish is not there.
       memory_bytes: of the device's own memory. memory_bandwidth: bytes/s. link_bandwidth: bytes/s one way to
-      the other devices of the node, NVLink domain or slice, all links together. network_bandwidth: bytes/s
-      one way to devices beyond them, one device's share.
+      the other devices of its domain, all links together. network_bandwidth: bytes/s one way to devices beyond
+      them, one device's share.
+      platform: "gpu" or "tpu". domain: devices of a domain, which reach each other over the fast links: the node
+      or NVLink domain; of a TPU, the largest slice. links: how many links `link_bandwidth` is the sum of where a
+      transfer to one neighbour takes only one of them; 1 where a switch gives it all.
     """
 
     name: str
+    platform: str
+    domain: int
+    links: int
     peak_flops: Mapping[str, float] = field(hash=False)
     memory_bytes: int
     memory_bandwidth: float
@@ -38,14 +44,23 @@ class Device:
         """Dense peak FLOP/s of matrix products computed in `dtype`; None where the vendor publishes none."""
         return self.peak_flops.get(dtype)
 
+    @property
+    def neighbour_bandwidth(self) -> float:
+        """Bytes/s one way to one device of the domain, as a ring uses it."""
+        return self.link_bandwidth / self.links
+
 
 # The network figure of the NVIDIA kinds is one adapter a GPU, as in the vendor's own systems: 200 Gbit/s
-# (ConnectX-6) beside A100, 400 Gbit/s (ConnectX-7) beside Hopper and Blackwell. A TPU "device" is a chip.
+# (ConnectX-6) beside A100, 400 Gbit/s (ConnectX-7) beside Hopper and Blackwell. The NVLink domain is the eight GPUs
+# of a DGX or HGX node, 72 of a GB200 NVL72 rack. A TPU "device" is a chip.
 A100_40GB = Device(
     # NVIDIA A100 Tensor Core GPU data sheet (SXM): 312 TFLOPS BF16, 156 TF32, 19.5 FP32 (all dense), no FP8;
     # 40 GB at 1555 GB/s; NVLink 600 GB/s both ways together. DGX A100: eight 200 Gbit/s adapters for eight
     # GPUs.
     name="A100-40GB",
+    platform="gpu",
+    domain=8,
+    links=1,
     peak_flops={"bfloat16": 312 * TERA, "tf32": 156 * TERA, "float32": 19.5 * TERA},
     memory_bytes=40 * GIB,
     memory_bandwidth=1555 * GIGA,
@@ -55,6 +70,9 @@ A100_40GB = Device(
 A100_80GB = Device(
     # The same data sheet: 80 GB at 2039 GB/s (SXM).
     name="A100-80GB",
+    platform="gpu",
+    domain=8,
+    links=1,
     peak_flops={"bfloat16": 312 * TERA, "tf32": 156 * TERA, "float32": 19.5 * TERA},
     memory_bytes=80 * GIB,
     memory_bandwidth=2039 * GIGA,
@@ -66,6 +84,9 @@ H100 = Device(
     # each; 67 FP32; 80 GB at 3.35 TB/s; NVLink 900 GB/s both ways together. DGX H100: a 400 Gbit/s adapter a
     # GPU.
     name="H100",
+    platform="gpu",
+    domain=8,
+    links=1,
     peak_flops={"bfloat16": 989.5 * TERA, "tf32": 494.5 * TERA, "float32": 67 * TERA, "float8": 1979 * TERA},
     memory_bytes=80 * GIB,
     memory_bandwidth=3350 * GIGA,
@@ -75,6 +96,9 @@ H100 = Device(
 H200 = Device(
     # NVIDIA H200 data sheet (SXM): compute and NVLink as the H100; 141 GB at 4.8 TB/s.
     name="H200",
+    platform="gpu",
+    domain=8,
+    links=1,
     peak_flops={"bfloat16": 989.5 * TERA, "tf32": 494.5 * TERA, "float32": 67 * TERA, "float8": 1979 * TERA},
     memory_bytes=int(141 * GIGA),
     memory_bandwidth=4800 * GIGA,
@@ -85,6 +109,9 @@ B200 = Device(
     # NVIDIA HGX B200 / DGX B200 data sheets, per GPU: 4.5 PFLOPS BF16, 2.2 TF32, 9 FP8 with sparsity, so half
     # of each; 75 TFLOPS FP32; 180 GB at 7.7 to 8 TB/s; NVLink 1.8 TB/s both ways together; 400 Gbit/s a GPU.
     name="B200",
+    platform="gpu",
+    domain=8,
+    links=1,
     peak_flops={"bfloat16": 2250 * TERA, "tf32": 1100 * TERA, "float32": 75 * TERA, "float8": 4500 * TERA},
     memory_bytes=int(180 * GIGA),
     memory_bandwidth=7700 * GIGA,
@@ -96,6 +123,9 @@ GB200 = Device(
     # half of each; 5760 TFLOPS FP32; 13.4 TB at 576 TB/s; NVLink 130 TB/s both ways together. 400 Gbit/s a
     # GPU.
     name="GB200",
+    platform="gpu",
+    domain=72,
+    links=1,
     peak_flops={"bfloat16": 2500 * TERA, "tf32": 1250 * TERA, "float32": 80 * TERA, "float8": 5000 * TERA},
     memory_bytes=int(186 * GIGA),
     memory_bandwidth=8000 * GIGA,
@@ -104,9 +134,12 @@ GB200 = Device(
 )
 TPU_V5E = Device(
     # Google Cloud TPU v5e and v6e documentation, per chip: 197 TFLOPS BF16, 16 GB at 819 GB/s, interchip
-    # links of 1600 Gbit/s (four of 400, one way); a host of 8 chips has two 100 Gbit/s adapters. Float32 is
-    # not published.
+    # links of 1600 Gbit/s (four of 400, one way), slices of up to 256; a host of 8 chips has two 100 Gbit/s
+    # adapters. Float32 is not published.
     name="v5e",
+    platform="tpu",
+    domain=256,
+    links=4,
     peak_flops={"bfloat16": 197 * TERA},
     memory_bytes=16 * GIB,
     memory_bandwidth=819 * GIGA,
@@ -115,8 +148,11 @@ TPU_V5E = Device(
 )
 TPU_V5P = Device(
     # Google Cloud TPU v5p documentation, per chip: 459 TFLOPS BF16 and FP8, 95 GiB at 2765 GB/s, interchip
-    # links of 1200 GB/s both ways together (4800 Gbit/s one way), data center network of 50 Gbit/s.
+    # links of 1200 GB/s both ways together (six of 800 Gbit/s one way), pods of 8960; data center network of 50 Gbit/s.
     name="v5p",
+    platform="tpu",
+    domain=8960,
+    links=6,
     peak_flops={"bfloat16": 459 * TERA, "float8": 459 * TERA},
     memory_bytes=95 * GIB,
     memory_bandwidth=2765 * GIGA,
@@ -125,8 +161,11 @@ TPU_V5P = Device(
 )
 TPU_V6E = Device(
     # Google Cloud TPU v6e documentation, per chip: 918 TFLOPS BF16, 32 GB at 1640 GB/s, interchip links of
-    # 3584 Gbit/s one way; a host of 8 chips has four 200 Gbit/s adapters.
+    # 3584 Gbit/s one way (four of them), slices of up to 256; a host of 8 chips has four 200 Gbit/s adapters.
     name="v6e",
+    platform="tpu",
+    domain=256,
+    links=4,
     peak_flops={"bfloat16": 918 * TERA},
     memory_bytes=32 * GIB,
     memory_bandwidth=1640 * GIGA,

@@ -74,3 +74,4 @@ def test_the_installed_command_resolves_a_preset(installed: Path, tmp_path: Path
         shown = run(installed, tmp_path, *command, "config", "run.yaml", "run.steps=7")
         resolved = yaml.safe_load(shown)
         assert (resolved["model"]["embed_dim"], resolved["run"]["steps"]) == (64, 7)
+        assert "matmul_efficiency" in run(installed, tmp_path, *command, "plan", "run.yaml", "--hardware", "H100")

@@ -1,11 +1,13 @@
 """What the command line answers by itself: help, usage and configs. A jax that cannot be imported stands in the way."""
 
+import json
+
 import pytest
 import yaml
 
 from runs import CHECKOUT, TREE, Workspace, finish
 
-COMMANDS = ("train", "eval", "generate", "data prepare", "data inspect", "config")
+COMMANDS = ("train", "plan", "eval", "generate", "data prepare", "data inspect", "config")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,7 @@ def test_help_is_complete(workspace: Workspace, no_jax: dict[str, str], command:
     text = workspace.run(*command.split(), "--help", environment=no_jax)
     assert "CONFIG" in text and "KEY=VALUE" in text
     options = {
+        "plan": ("--hardware", "--devices", "--document-tokens", "--assumptions", "--json"),
         "eval": ("--step", "--json"),
         "generate": ("--step", "--prompt", "--tokens", "--temperature", "--top-p", "--seed"),
         "data inspect": ("--step", "--json"),
@@ -84,6 +87,35 @@ def test_help_is_complete(workspace: Workspace, no_jax: dict[str, str], command:
     top = workspace.run("--help", environment=no_jax)
     assert command.split()[0] in top
     assert all(f"{code} " in top for code in (0, 1, 2, 3, 4, 5, 6, 75))
+
+
+def test_a_plan(workspace: Workspace, no_jax: dict[str, str]):
+    plan = ("plan", "config.yaml", "--hardware", "H100", "--json", "plan.json")
+    text = workspace.run(*plan, environment=no_jax)
+    assert "Fits: " in text and "to spare" in text and "matmul_efficiency" in text
+    found = json.loads((workspace.folder / "plan.json").read_text())
+    kinds = {"parameters", "optimizer", "gradients", "activations"}
+    assert found["fits"] is True and found["compiled"] is None
+    assert found["memory_bytes"].keys() == kinds | {"total"}
+    assert found["memory_bytes"]["total"] == sum(found["memory_bytes"][kind] for kind in kinds)
+    assert found["device_memory_bytes"] == 80 * 2**30
+    numbers = ("parameters", "flops_per_step", "step_seconds", "tokens_per_second_per_device", "mfu_causal")
+    assert all(found[number] > 0 for number in numbers)
+
+
+def test_a_plan_that_does_not_fit(workspace: Workspace, no_jax: dict[str, str]):
+    """Exit code 1, after all of it is printed and written."""
+    large = ("model.preset=llama3_70b", "model.num_layers=80")
+    text = workspace.run("plan", "config.yaml", *large, "--hardware=H100", "--json=p.json", environment=no_jax, code=1)
+    assert "longtrain: does not fit" in text and "What needs less memory" in text and "matmul_efficiency" in text
+    found = json.loads((workspace.folder / "p.json").read_text())
+    assert found["fits"] is False and found["memory_bytes"]["total"] > found["device_memory_bytes"]
+
+
+def test_a_plan_needs_hardware(workspace: Workspace, no_jax: dict[str, str]):
+    for hardware in ((), ("--hardware", "H1000")):
+        text = workspace.run("plan", "config.yaml", *hardware, environment=no_jax, code=2)
+        assert "--hardware = " in text and "GB200" in text
 
 
 def test_overrides_stand_anywhere(workspace: Workspace, no_jax: dict[str, str]):
@@ -102,6 +134,7 @@ def test_overrides_stand_anywhere(workspace: Workspace, no_jax: dict[str, str]):
         ("train", "config.yaml", "--json", "x"),
         ("eval", "config.yaml", "--step", "0"),
         ("eval", "config.yaml", "--json", "no/such/folder/x.json"),
+        ("plan", "config.yaml", "--devices", "0"),
         ("generate", "config.yaml"),
         ("generate", "config.yaml", "--prompt", "x", "--top-p", "0"),
         ("config",),

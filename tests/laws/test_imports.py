@@ -53,6 +53,7 @@ WITHOUT_JAX = [
     "longtrain.flops",
     "longtrain.hardware",
     "longtrain.parallel.process",
+    "longtrain.plan.report",
     "longtrain.plan.targets",
 ]
 

@@ -1,0 +1,204 @@
+"""What travels between the devices in a step: which collective, over which axis, how many bytes, how long.
+
+The collectives are those of the program: `parallel/sharding.py` gathers weights and scatters their gradients,
+`ops/ring.py`, `ops/all_gather.py` and `ops/ulysses.py` move keys and values, `ops/loss.py` and `ops/embedding.py` the
+head, the table and the embeddings, and the compiler sums activations over `tensor`.
+"""
+
+from dataclasses import dataclass
+
+from longtrain.plan.assumptions import Assumptions
+from longtrain.plan.links import Link, link
+from longtrain.plan.share import FLOAT32, Share
+
+STRATEGIES = ("ring", "all_gather", "ulysses")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of collective of a step.
+
+    Attributes:
+      what: what travels. kind: the collective. axes: the mesh axes it runs over.
+      count: how often in a step. bytes: that one device sends in a step. seconds: of a step, were nothing hidden.
+      exposed: of these, the seconds that no compute hides.
+    """
+
+    what: str
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: float
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that a device computes on one layer and micro-batch, which transfers can hide behind."""
+
+    forward: float
+    backward: float
+    attention_forward: float
+    attention_backward: float
+
+
+def transfers(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
+    """All the collectives of a step that carry bytes worth counting."""
+    found = [
+        *_weights(share, assumed, pace),
+        *attention(share, share.config.attention.strategy, assumed, pace),
+        *_tensor(share, assumed),
+        *_ends(share, assumed),
+    ]
+    return [transfer for transfer in found if transfer.bytes]
+
+
+def _weights(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
+    """A layer's weights, gathered before its forward and its backward pass; its gradients, scattered and summed."""
+    axes = ("fsdp", "context")
+    gather, data = link(share.mesh, axes, assumed), link(share.mesh, ("data",), assumed)
+    passes = share.config.model.num_layers * share.micro_batches
+    whole = share.layer_weights * share.compute_bytes
+    cut = whole / share.parameter_shards
+
+    forward, backward = gather.gather(whole), 2 * gather.gather(whole) + data.reduce(cut)
+    hidden = assumed["hidden_share"]
+    exposed_forward = max(0.0, forward - hidden * pace.forward)
+    exposed_backward = max(0.0, backward - hidden * pace.backward)
+    exposed = 0.0 if not backward else exposed_backward / backward
+
+    return [
+        Transfer(
+            "weights",
+            "all-gather",
+            axes,
+            2 * passes,
+            2 * passes * gather.sent(whole),
+            2 * passes * forward,
+            passes * (exposed_forward + forward * exposed),
+        ),
+        Transfer(
+            "gradients of weights",
+            "reduce-scatter",
+            axes,
+            passes,
+            passes * gather.sent(whole),
+            passes * forward,
+            passes * forward * exposed,
+        ),
+        Transfer(
+            "gradients of weights",
+            "all-reduce",
+            ("data",),
+            passes,
+            2 * passes * data.sent(cut),
+            passes * data.reduce(cut),
+            passes * data.reduce(cut) * exposed,
+        ),
+    ]
+
+
+def attention(share: Share, strategy: str, assumed: Assumptions, pace: Pace) -> list[Transfer]:
+    """What attention moves over `context` under a strategy."""
+    if share.mesh.context == 1:
+        return []
+    over = link(share.mesh, ("context",), assumed)
+    calls = share.config.model.num_layers * share.micro_batches
+    return {"ring": _ring, "all_gather": _all_gather, "ulysses": _ulysses}[strategy](share, over, calls, pace)
+
+
+def _kv(share: Share) -> int:
+    """Numbers in a device's own keys and values of a micro-batch."""
+    return 2 * share.tokens * share.kv_heads * share.config.model.head_dim
+
+
+def _ring(share: Share, over: Link, calls: int, pace: Pace) -> list[Transfer]:
+    """n - 1 shifts of keys and values in each pass, n of their float32 gradients, the last of them beside nothing."""
+    shards, kv, d_kv = over.size, _kv(share) * share.compute_bytes, _kv(share) * FLOAT32
+    shift, shift_back = over.hop(kv), over.hop(d_kv)
+    step, step_back = pace.attention_forward / shards, pace.attention_backward / shards
+
+    exposed_forward = (shards - 1) * max(0.0, shift - step)
+    both = max(0.0, shift + shift_back - step_back)  # the same links carry the two
+    part = shift / (shift + shift_back)
+    exposed_kv = max(0.0, shift - step_back) + (shards - 2) * both * part
+    exposed_d_kv = (shards - 2) * both * (1 - part) + max(0.0, shift_back - step_back) + shift_back
+    axes = ("context",)
+    return [
+        Transfer(
+            "keys and values",
+            "permute",
+            axes,
+            2 * (shards - 1) * calls,
+            2 * (shards - 1) * calls * kv,
+            2 * (shards - 1) * calls * shift,
+            calls * (exposed_forward + exposed_kv),
+        ),
+        Transfer(
+            "their gradients, float32",
+            "permute",
+            axes,
+            shards * calls,
+            shards * calls * d_kv,
+            shards * calls * shift_back,
+            calls * exposed_d_kv,
+        ),
+    ]
+
+
+def _all_gather(share: Share, over: Link, calls: int, _: Pace) -> list[Transfer]:
+    """Keys and values gathered in each pass, their float32 gradients scattered; attention waits for both."""
+    kv, d_kv = over.size * _kv(share) * share.compute_bytes, over.size * _kv(share) * FLOAT32
+    gather, scatter = 2 * calls * over.gather(kv), calls * over.gather(d_kv)
+    axes = ("context",)
+    return [
+        Transfer("keys and values", "all-gather", axes, 2 * calls, 2 * calls * over.sent(kv), gather, gather),
+        Transfer("their gradients, float32", "reduce-scatter", axes, calls, calls * over.sent(d_kv), scatter, scatter),
+    ]
+
+
+def _ulysses(share: Share, over: Link, calls: int, _: Pace) -> list[Transfer]:
+    """Heads exchanged for sequence and back, in each pass; attention waits for both."""
+    q = share.tokens * share.heads * share.config.model.head_dim
+    compute, statistics = share.compute_bytes, share.tokens * share.heads * FLOAT32
+    messages = [
+        (q + _kv(share)) * compute,  # forward, out: q, k and v
+        q * FLOAT32,  # forward, home: the output
+        2 * statistics,
+        (2 * q + _kv(share)) * compute,  # backward, out: q, k, v and the output's gradient
+        3 * statistics,
+        (q + _kv(share)) * FLOAT32,  # backward, home: the gradients of q, k and v
+    ]
+    seconds = calls * sum(over.all_to_all(message) for message in messages)
+    sent = calls * over.sent(sum(messages))
+    what = "heads for sequence and back"
+    return [Transfer(what, "all-to-all", ("context",), len(messages) * calls, sent, seconds, seconds)]
+
+
+def _tensor(share: Share, assumed: Assumptions) -> list[Transfer]:
+    """Sums over `tensor` of what its shards have of the residual stream: attention's and the MLP's outputs, forward
+    and backward, and attention's once more where a layer is computed again."""
+    over = link(share.mesh, ("tensor",), assumed)
+    again = 0 if share.config.memory.remat == "none" else 1
+    count = share.config.model.num_layers * share.micro_batches * (4 + again)
+    whole = share.tokens * share.config.model.embed_dim * share.compute_bytes
+    sent, seconds = 2 * count * over.sent(whole), count * over.reduce(whole)
+    return [Transfer("residual stream", "all-reduce", ("tensor",), count, sent, seconds, seconds)]
+
+
+def _ends(share: Share, assumed: Assumptions) -> list[Transfer]:
+    """The embedding and the head, once a micro-batch."""
+    axes = ("fsdp", "context")
+    over, micro = link(share.mesh, axes, assumed), share.micro_batches
+    head, d_head = share.head_weights * share.compute_bytes, share.head_weights * FLOAT32
+    stream = share.tokens * share.config.model.embed_dim * share.compute_bytes
+
+    def exposed(what: str, kind: str, count: int, sent: float, seconds: float) -> Transfer:
+        return Transfer(what, kind, axes, count, count * sent, count * seconds, count * seconds)
+
+    return [
+        exposed("head", "all-gather", 2 * micro, over.sent(head), over.gather(head)),
+        exposed("head's gradient, float32", "reduce-scatter", micro, over.sent(d_head), over.gather(d_head)),
+        exposed("embeddings", "all-to-all", 2 * micro, over.sent(stream), over.all_to_all(stream)),
+    ]

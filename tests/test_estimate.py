@@ -1,0 +1,254 @@
+"""The plan's formulas against figures worked out by hand, and against the shardings of the real state."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+
+import tiny
+from longtrain import flops, hardware
+from longtrain.build import build
+from longtrain.config import Config, load, with_overrides
+from longtrain.errors import ConfigError
+from longtrain.plan import alternatives, assumptions
+from longtrain.plan.estimate import Plan, plan, replanned
+from longtrain.plan.links import link
+from longtrain.plan.traffic import Transfer
+
+GIB = 2**30
+
+
+def shipped(name: str, *overrides: str) -> Config:
+    return load(Path(__file__).parents[1] / "configs" / f"{name}.yaml", overrides)
+
+
+def assumed(tmp_path: Path, **entries: float) -> Path:
+    path = tmp_path / "assumed.yaml"
+    path.write_text("\n".join(f"{name}: {value}" for name, value in entries.items()))
+    return path
+
+
+def sent(planned: Plan, kind: str, what: str) -> Transfer:
+    (transfer,) = [t for t in planned.timing.transfers if (t.kind, t.what) == (kind, what)]
+    return transfer
+
+
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [
+        ({}, "adamw"),
+        ({"fsdp": 4}, "lion"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "adamw"),
+        ({"context": 2, "tensor": 4}, "sgd"),  # fewer key/value heads than tensor shards
+    ],
+    ids=str,
+)
+def test_parameters_and_moments_are_what_a_device_is_given(mesh: dict[str, int], optimizer: str):
+    overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    config = tiny.config(f"optimizer.name={optimizer}", *overrides)
+    planned = plan(config, "H100")
+    state = build(config, jax.devices()[: planned.share.devices]).state
+
+    def held(tree: object) -> int:
+        return sum(
+            leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape))
+            for leaf in jax.tree.leaves(tree)
+            if leaf.ndim
+        )
+
+    terms = {term.what: term.bytes for term in planned.memory.terms}
+    assert terms["parameters, float32"] == held(state.parameters)
+    assert terms.get(f"{optimizer}'s moments", 0) == held(state.optimizer)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for side in shape:
+        size *= side
+    return size
+
+
+def test_what_a_256k_ring_sends():
+    """16K tokens, 4 kv heads of 128 a device: 32 MiB of keys and values, 64 MiB of their float32 gradients, in each of
+    32 layers and 16 micro-batches, round 16 shards."""
+    planned = plan(shipped("llama3_8b_256k"), "GB200")
+    calls = 32 * 16
+    kv, d_kv = sent(planned, "permute", "keys and values"), sent(planned, "permute", "their gradients, float32")
+    assert (kv.count, kv.bytes) == (calls * (15 + 15), calls * (15 + 15) * 32 * 2**20)
+    assert (d_kv.count, d_kv.bytes) == (calls * 16, calls * 16 * 64 * 2**20)
+    # A layer's 218 M weights, halved by tensor, in bfloat16: all but a sixteenth arrives, twice.
+    weights = sent(planned, "all-gather", "weights")
+    assert weights.bytes == calls * 2 * (218_103_808 // 2 * 2) * 15 / 16
+    assert sent(planned, "reduce-scatter", "gradients of weights").bytes == weights.bytes / 2
+    # Four sums over tensor of 16K tokens' stream, and one more for what is computed again.
+    assert sent(planned, "all-reduce", "residual stream").count == calls * 5
+
+
+def test_what_the_other_strategies_send():
+    base = plan(shipped("llama3_8b_64k"), "H100")  # 16K tokens a device, 4 shards, 8 micro-batches
+    ring, gather, ulysses = alternatives.strategies(base)
+    kv = 2 * 16384 * 8 * 128 * 2
+    calls = 32 * 8
+    moved = {t.kind: t.bytes for t in gather.transfers}
+    assert moved == {"all-gather": calls * 2 * 3 * kv, "reduce-scatter": calls * 3 * 2 * kv}
+    q, statistics = 16384 * 32 * 128, 16384 * 32
+    out, home = 2 * (q + 2 * q) + kv + kv, 4 * (q + q) + 2 * kv
+    (exchange,) = ulysses.transfers
+    assert exchange.bytes == calls * 0.75 * (out + home + 4 * 5 * statistics)
+    assert [choice.strategy for choice in (ring, gather, ulysses)] == ["ring", "all_gather", "ulysses"]
+    assert all(t.exposed == t.seconds for choice in (gather, ulysses) for t in choice.transfers)
+
+
+def test_a_strategy_that_cannot_serve_says_why():
+    choices = {choice.strategy: choice for choice in alternatives.strategies(plan(shipped("llama3_8b_256k"), "H100"))}
+    assert choices["ulysses"].plan is None and "key/value heads" in choices["ulysses"].refusal
+
+
+def test_the_ring_hides_where_the_links_are_fast(tmp_path: Path):
+    """What is waited for falls to the last shift of each backward ring as compute gets slower."""
+    config = shipped("llama3_8b_256k")
+    slow = plan(config, "GB200", assumptions_file=assumed(tmp_path, attention_forward_efficiency=0.01))
+    assert sent(slow, "permute", "keys and values").exposed == 0
+    gradients = sent(slow, "permute", "their gradients, float32")
+    assert gradients.exposed == pytest.approx(gradients.seconds / 16)
+    starved = plan(config, "GB200", assumptions_file=assumed(tmp_path, link_efficiency=0.0001))
+    kv = sent(starved, "permute", "keys and values")
+    assert kv.exposed > 0.9 * kv.seconds
+
+
+@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("attention_saved", 134_217_728), ("full", 159_383_552)])
+def test_the_time_of_the_products(tmp_path: Path, remat: str, again: int):
+    """6 FLOPs a weight and token, 2 more for those computed again: of a layer's, by remat; of the head's, always."""
+    config = shipped("llama3_8b", f"memory.remat={remat}")
+    perfect = assumed(tmp_path, matmul_efficiency=1, attention_forward_efficiency=1, attention_backward_efficiency=1)
+    planned = plan(config, "H100", assumptions_file=perfect)
+    tokens = 128 * 8192 / 8
+    linear = tokens * (6 * flops.matmul_parameters(config.model) + 2 * (32 * again + 4096 * 128256))
+    assert planned.timing.matmul == pytest.approx(linear / 989.5e12)
+    # Seven products a pair, of which the formula counts six.
+    assert planned.timing.attention == pytest.approx(tokens * 7 / 6 * 6 * 32 * 4096 * 8192 / 989.5e12)
+    assert planned.timing.step == pytest.approx(
+        planned.timing.matmul + planned.timing.attention + planned.timing.memory + planned.timing.exposed
+    )
+
+
+def test_the_contiguous_layout_waits_for_its_busiest_shard(tmp_path: Path):
+    dealt = plan(shipped("llama3_8b_64k"), "H100")
+    contiguous = plan(shipped("llama3_8b_64k", "attention.layout=contiguous"), "H100")
+    assert contiguous.timing.attention == pytest.approx(7 / 4 * dealt.timing.attention)
+
+
+def test_an_axis_lies_on_the_links_that_its_devices_share(tmp_path: Path):
+    h100 = plan(shipped("llama3_8b_256k"), "H100")  # context 16 x tensor 2 on nodes of 8
+    tensor, context = (link(h100.share.mesh, (axis,), h100.assumed) for axis in ("tensor", "context"))
+    assert tensor.fast and not context.fast
+    assert context.inside == 4
+    assert context.shift == pytest.approx(50e9 * 0.85)
+    assert context.collective == pytest.approx(4 * 50e9 * 0.85)
+    gb200 = plan(shipped("llama3_8b_256k"), "GB200")  # one NVLink domain of 72
+    assert link(gb200.share.mesh, ("context",), gb200.assumed).fast
+    trays = plan(shipped("llama3_8b_256k"), "GB200", assumptions_file=assumed(tmp_path, domain_devices=4))
+    assert link(trays.share.mesh, ("context",), trays.assumed).inside == 2
+    v5p = plan(shipped("llama3_8b_256k"), "v5p")  # a ring takes one of a chip's six links
+    assert link(v5p.share.mesh, ("context",), v5p.assumed).shift == pytest.approx(100e9 * 0.8)
+
+
+@pytest.mark.parametrize("kind", hardware.DEVICES)
+def test_every_kind_of_hardware_is_planned(kind: str):
+    for config in (shipped("quickstart"), shipped("llama3_8b_64k")):
+        planned = plan(config, kind)
+        assert planned.timing.step > 0 and planned.memory.total > 0
+        assert planned.mfu_causal is None or 0 < planned.mfu_causal < 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("memory.remat=full", "memory.remat=none"),
+        ("memory.mlp_chunk=2048", "memory.mlp_chunk=null"),
+        ("sequence_length=32768", "sequence_length=65536"),
+        ("optimizer.name=sgd", "optimizer.name=adamw"),
+        ("model.param_dtype=bfloat16", "model.param_dtype=float32"),
+    ],
+)
+def test_less_is_less(change: tuple[str, str]):
+    less, more = (plan(shipped("llama3_8b_64k", override), "H100").memory.total for override in change)
+    assert less < more
+
+
+def test_what_does_not_fit_is_told_what_would():
+    planned = plan(shipped("llama3_8b_64k", "batch.accumulation=4"), "A100-40GB")
+    assert not planned.fits
+    changes = alternatives.savings(planned)
+    assert any(change.plan.fits for change in changes)
+    for change in changes:
+        assert change.plan.memory.total < planned.memory.total
+        devices = change.plan.share.devices
+        again = plan(with_overrides(planned.config, *change.overrides), "A100-40GB", devices=devices)
+        assert again.memory == change.plan.memory
+
+
+def test_the_reserve_is_kept(tmp_path: Path):
+    planned = plan(shipped("llama3_8b_256k"), "H100")
+    tight = dataclasses.replace(
+        planned, assumed=assumptions.load(_of(planned.memory.total / 0.9), "xla", assumed(tmp_path, memory_reserve=0.1))
+    )
+    assert tight.usable_bytes == pytest.approx(planned.memory.total, abs=2)
+    assert tight.fits == (tight.memory.total <= tight.usable_bytes)
+
+
+def _of(memory_bytes: float) -> hardware.Device:
+    return dataclasses.replace(hardware.DEVICES["H100"], memory_bytes=int(memory_bytes))
+
+
+def test_devices_are_the_meshs_or_told():
+    free = shipped("llama3_8b", "mesh.fsdp=-1")
+    with pytest.raises(ConfigError, match="--devices N"):
+        plan(free, "H100")
+    assert plan(free, "H100", devices=4).share.mesh.fsdp == 4
+    assert plan(with_overrides(free, "mesh.simulate_devices=2"), "H100").share.devices == 2
+    with pytest.raises(ConfigError, match="takes 8 devices, there are 4"):
+        plan(shipped("llama3_8b"), "H100", devices=4)
+
+
+@pytest.mark.parametrize("kind", [None, "H1000", "cpu"])
+def test_hardware_that_is_not_known_is_refused_with_what_is(kind: str | None):
+    with pytest.raises(ConfigError, match="A100-40GB.*GB200.*v6e"):
+        plan(shipped("quickstart"), kind)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("matmul_eficiency: 1", "no such assumption; legal: matmul_efficiency"),
+        ("matmul_efficiency: fast", "must be a number >= 0, or such by name with a default"),
+        ("matmul_efficiency: -1", ">= 0"),
+        ("matmul_efficiency: {value: {GB200: 1}}", "default"),
+        ("memory_reserve: null", "a number >= 0"),
+        ("[1]", "must be a mapping"),
+    ],
+)
+def test_a_bad_assumption_is_refused(tmp_path: Path, text: str, says: str):
+    path = tmp_path / "assumed.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="assumed.yaml.*refused") as refused:
+        plan(shipped("quickstart"), "H100", assumptions_file=path)
+    assert says in str(refused.value)
+
+
+def test_an_assumption_replaces_its_entry_alone(tmp_path: Path):
+    path = tmp_path / "assumed.yaml"
+    path.write_text("matmul_efficiency: {value: {default: 0.5, H100: 0.25}, why: measured}\n")
+    planned = plan(shipped("llama3_8b"), "H100", assumptions_file=path)
+    entry = planned.assumed.entries["matmul_efficiency"]
+    assert (entry.value, entry.why, entry.source) == (0.25, "measured", str(path))
+    base = plan(shipped("llama3_8b"), "H100")
+    assert planned.timing.matmul == pytest.approx(base.timing.matmul * base.assumed["matmul_efficiency"] / 0.25)
+    assert planned.timing.attention == base.timing.attention
+
+
+def test_replanned_is_the_same_plan():
+    planned = plan(shipped("llama3_8b", "mesh.fsdp=-1"), "H100", devices=8)
+    assert replanned(planned).memory == planned.memory
+    assert replanned(planned).timing == planned.timing
