@@ -40,6 +40,9 @@ _FUSED: dict[str, tuple[str, ...]] = {"cpu": (), "gpu": (), "tpu": ()}
 
 KERNELS = tuple(_MODULES)
 
+FORWARD_SCOPE, BACKWARD_SCOPE = "attention_forward", "attention_backward"
+"""Names in a compiled program by which its reader and a profile know the kernels."""
+
 
 def select(kernel: str, work: Workload) -> tuple[str, str]:
     """The kernel to use for the config's `attention.kernel`, and the reason in a few words.
@@ -88,7 +91,8 @@ class Kernel:
     def forward(
         self, q_BKGTH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, q_tokens: Tokens, kv_tokens: Tokens
     ) -> tuple[jax.Array, jax.Array]:
-        return _MODULES[self.name].forward(q_BKGTH, k_BKSH, v_BKSH, q_tokens, kv_tokens, self.settings)
+        with jax.named_scope(FORWARD_SCOPE):
+            return _MODULES[self.name].forward(q_BKGTH, k_BKSH, v_BKSH, q_tokens, kv_tokens, self.settings)
 
     def backward(
         self,
@@ -102,4 +106,5 @@ class Kernel:
         kv_tokens: Tokens,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         arrays = (q_BKGTH, k_BKSH, v_BKSH, d_out_BKGTH, stats_2BKGT, delta_BKGT)
-        return _MODULES[self.name].backward(*arrays, q_tokens, kv_tokens, self.settings)
+        with jax.named_scope(BACKWARD_SCOPE):
+            return _MODULES[self.name].backward(*arrays, q_tokens, kv_tokens, self.settings)
