@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
@@ -103,7 +104,26 @@ class Block(nnx.Module):
         )
         x_BSD = x_BSD + constrain(jnp.einsum("bsnh,nhd->bsd", out_BSNH, weight("out_NHD")), "BSD", how.mesh)
         h_BSD = rms_norm(x_BSD, self.mlp_norm_D[...], self.epsilon)
-        return x_BSD + swiglu(h_BSD, weight("gate_DF"), weight("up_DF"), weight("down_FD"), how.mesh, how.mlp_chunk)
+        h_BSD, gate_DF, up_DF, down_FD = _differentiated_together(
+            (h_BSD, weight("gate_DF"), weight("up_DF"), weight("down_FD"))
+        )
+        return x_BSD + swiglu(h_BSD, gate_DF, up_DF, down_FD, how.mesh, how.mlp_chunk)
+
+
+@jax.custom_vjp
+def _differentiated_together(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The same arrays. Going back, none of their gradients is used before all are there.
+
+    Left to itself XLA computes the gradients of the MLP's weights last, after attention's backward pass, and keeps all
+    that they are made of (four times [B, S, F]) until then.
+    """
+    return arrays
+
+
+_differentiated_together.defvjp(
+    lambda arrays: (arrays, None),
+    lambda _, gradients: (lax.optimization_barrier(gradients),),
+)
 
 
 class Llama(nnx.Module):
