@@ -11,6 +11,8 @@ from longtrain import flops, hardware
 from longtrain.build import build
 from longtrain.config import Config, load, with_overrides
 from longtrain.errors import ConfigError
+from longtrain.ops import kernels
+from longtrain.ops.kernels.workload import Workload
 from longtrain.plan import alternatives, assumptions
 from longtrain.plan.estimate import Plan, plan, replanned
 from longtrain.plan.links import link
@@ -252,3 +254,30 @@ def test_replanned_is_the_same_plan():
     planned = plan(shipped("llama3_8b", "mesh.fsdp=-1"), "H100", devices=8)
     assert replanned(planned).memory == planned.memory
     assert replanned(planned).timing == planned.timing
+
+
+@pytest.mark.parametrize(("kind", "platform", "capability"), [("H100", "gpu", "9.0"), ("v5p", "tpu", None)])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_the_kernel_is_the_one_that_will_run(kind: str, platform: str, capability: str | None, strategy: str):
+    """For packed rows, which no kernel that has to be installed serves."""
+    config = shipped("llama3_8b_64k", f"attention.strategy={strategy}")
+    model = config.model
+    work = Workload(
+        platform=platform,
+        capability=capability,
+        dtype=model.compute_dtype,
+        head_dim=model.head_dim,
+        q_heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        tokens=config.sequence_length // 4,
+        context=4,
+        strategy=strategy,
+        layout="auto",
+        one_document=False,
+        interpret=False,
+    )
+    assert plan(config, kind).share.kernel == kernels.select("auto", work)[0]
+
+
+def test_a_kernel_that_is_asked_for_is_planned():
+    assert plan(shipped("llama3_8b", "attention.kernel=xla"), "H100").share.kernel == "xla"

@@ -8,7 +8,7 @@ from longtrain import flops, hardware
 from longtrain.config import Config, resolve_mesh, with_overrides
 from longtrain.errors import ConfigError, Problem
 from longtrain.hardware import Device
-from longtrain.plan import assumptions, memory, timing
+from longtrain.plan import assumptions, kernels, memory, timing
 from longtrain.plan.assumptions import Assumptions
 from longtrain.plan.memory import Memory
 from longtrain.plan.share import Share
@@ -132,7 +132,7 @@ def plan(
         raise _refused("--hardware", kind, f"not in the table; legal: {legal}")
     if devices is None:
         devices = _devices(config)
-    share = Share(config, resolve_mesh(config, devices), kernel_for(config))
+    share = Share(config, resolve_mesh(config, devices), kernels.expected(config, device.platform))
     assumed = assumptions.load(device, share.kernel, assumptions_file)
     return _planned(share, assumed, min(document_tokens or config.sequence_length, config.sequence_length))
 
@@ -152,11 +152,6 @@ def replanned(before: Plan, *overrides: str, devices: int | None = None) -> Plan
 def _planned(share: Share, assumed: Assumptions, document_tokens: int) -> Plan:
     timed = timing.estimate(share, assumed, document_tokens)
     return Plan(share, assumed, document_tokens, memory.estimate(share), timed)
-
-
-def kernel_for(config: Config) -> str:
-    """The attention kernel that runs: `auto` is the blockwise one, the only one so far (`ops/kernels`)."""
-    return "xla" if config.attention.kernel == "auto" else config.attention.kernel
 
 
 def _devices(config: Config) -> int:

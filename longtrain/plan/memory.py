@@ -47,7 +47,8 @@ class Memory:
 def estimate(share: Share) -> Memory:
     """The memory of the train step of a device's share."""
     phases = {
-        "a layer's backward pass": _saved(share) + _layer_backward(share),
+        "the MLP's backward pass": _saved(share) + _layer(share) + _mlp_backward(share),
+        "attention's backward pass": _saved(share) + _layer(share) + _attention_backward(share),
         "the loss": _saved(share) + _loss(share),
         "the update": _update(share),
     }
@@ -78,58 +79,70 @@ def _always(share: Share) -> list[Term]:
 
 def _saved(share: Share) -> list[Term]:
     """What the layers keep for their backward passes, all of them: `model.REMAT_KEEPS`."""
-    model = share.config.model
-    layers, token, head = model.num_layers, share.compute_bytes, model.head_dim
-
-    def all_layers(bytes_a_token: int) -> int:
-        return layers * share.tokens * bytes_a_token
-
-    stream = all_layers(token * model.embed_dim)
-    heads, kv_heads = all_layers(token * head * share.heads), all_layers(token * head * share.kv_heads_held)
-    statistics = all_layers(2 * FLOAT32 * share.heads)
+    model, remat = share.config.model, share.config.memory.remat
+    compute, layers = share.compute_bytes, model.num_layers
+    numbers = layers * share.tokens
+    stream, inner = numbers * model.embed_dim, numbers * share.mlp
+    heads, kv_heads = numbers * share.heads * model.head_dim, 2 * numbers * share.kv_heads_held * model.head_dim
     terms = [
-        Term("activations", "saved: each layer's input", stream),
-        Term("activations", "saved: attention's output", heads),
-        Term("activations", "saved: attention's softmax statistics, float32", statistics),
+        Term("activations", "saved: attention's output", heads * compute),
+        Term("activations", "saved: attention's softmax statistics, float32", numbers * share.heads * 2 * FLOAT32),
     ]
-    if share.config.memory.remat in ("attention_saved", "none"):
-        terms.append(Term("activations", "saved: q, k and v", heads + 2 * kv_heads))
+    if remat == "none":
+        # All that any derivative reads: three float32 arrays within each norm, six within the MLP, q twice, and the
+        # weights as they were gathered.
+        gathered = layers * share.layer_weights if share.parameter_shards > 1 else 0
+        return [
+            *terms,
+            Term("activations", "saved: q, k and v", (2 * heads + kv_heads) * compute),
+            Term("activations", "saved: the norms' inner values, float32", 6 * stream * FLOAT32),
+            Term("activations", "saved: the norms' outputs", 2 * stream * compute),
+            Term("activations", "saved: the MLP's inner values", 6 * inner * compute),
+            Term("activations", "saved: the gathered weights of all layers", gathered * compute),
+        ]
+    terms.append(Term("activations", "saved: each layer's input", stream * compute))
+    if remat == "attention_saved":
+        terms.append(Term("activations", "saved: q, k and v", (heads + kv_heads) * compute))
     return terms
 
 
-def _layer_backward(share: Share) -> list[Term]:
-    """What the backward pass of one layer holds at once, besides what is saved.
-
-    XLA leaves the products that give the MLP's weight gradients for last, so that the MLP's inner activations live
-    through the backward pass of attention.
-    """
+def _layer(share: Share) -> list[Term]:
+    """What the backward pass of one layer holds throughout, besides what is saved."""
     model, tokens = share.config.model, share.tokens
-    chunk = share.config.memory.mlp_chunk
-    mlp_tokens = tokens if chunk is None else min(tokens, share.rows * chunk)
-    largest_gathered = 2 * model.embed_dim * share.mlp if share.parameter_shards > 1 else 0
+    stream, q = tokens * model.embed_dim, tokens * share.heads * model.head_dim
     return [
         Term("gradients", "the layers' gradients of this micro-batch", share.layer_parameters * share.parameter_bytes),
-        Term("activations", "MLP: gate, up and their gradients", 4 * mlp_tokens * share.mlp * share.compute_bytes),
-        Term("activations", "residual stream and its gradient", 3 * tokens * model.embed_dim * share.compute_bytes),
-        Term("activations", "weights gathered for a layer", largest_gathered * share.compute_bytes),
-        *_attention_backward(share),
+        Term("gradients", "the output head's gradient", share.head_weights // share.parameter_shards * FLOAT32),
+        Term("activations", "residual stream and its gradient", 3 * stream * share.compute_bytes),
+        Term("activations", "attention: q, out and its gradient", 3 * q * share.compute_bytes),
+    ]
+
+
+def _mlp_backward(share: Share) -> list[Term]:
+    """What its MLP adds: gate, up and their gradients, of a chunk where there is one, and two matrices gathered."""
+    chunk, matrix = share.config.memory.mlp_chunk, share.config.model.embed_dim * share.mlp
+    tokens = share.tokens if chunk is None else min(share.tokens, share.rows * chunk)
+    gathered = 2 * matrix * share.compute_bytes if share.parameter_shards > 1 else 0
+    return [
+        Term("activations", "MLP: gate, up and their gradients", 4 * tokens * share.mlp * share.compute_bytes),
+        Term("activations", "MLP: weights gathered", gathered),
     ]
 
 
 def _attention_backward(share: Share) -> list[Term]:
-    """What attention's backward pass holds: its inputs, the kernel's results and accumulators, the ring's buffers."""
-    head, tokens = share.config.model.head_dim, share.tokens
+    """What its attention adds: the kernel's results and accumulators, and what the strategy moves."""
+    head, tokens, compute = share.config.model.head_dim, share.tokens, share.compute_bytes
     q, kv = tokens * share.heads * head, 2 * tokens * share.kv_heads * head
-    compute, context = share.compute_bytes, share.mesh.context
-    strategy = share.config.attention.strategy
-    inputs = Term("activations", "attention: q, out and its gradient", 3 * q * compute)
-    accumulators = 3 if context > 1 else 2
+    shards, strategy = share.mesh.context, share.config.attention.strategy
+    whole = kv * shards if strategy == "all_gather" else kv  # the keys and values that one call of the kernel sees
+    rings = strategy == "ring" and shards > 1
+    gathered = share.attention_weights * compute if share.parameter_shards > 1 else 0
     return [
-        inputs,
-        Term("activations", "attention: gradient of q and its accumulators, float32", accumulators * q * FLOAT32),
-        Term("activations", "attention: keys and values in their tiles", 2 * kv * compute),
-        Term("activations", "attention: gradients of k and v, float32", 2 * kv * FLOAT32),
-        Term("activations", f"{strategy}: keys and values in flight", 2 * kv * compute if context > 1 else 0),
+        Term("activations", "attention: gradient of q and its accumulators, float32", (2 + rings) * q * FLOAT32),
+        Term("activations", "attention: keys and values in the kernel's order", 3 * whole * compute // 2),
+        Term("activations", "attention: gradients of k and v, float32", (2 + rings) * whole * FLOAT32 // 2),
+        Term("activations", "ring: keys and values in flight, and gradients", rings * kv * (2 * compute + FLOAT32)),
+        Term("activations", "attention: weights gathered", gathered),
     ]
 
 
