@@ -119,12 +119,12 @@ def _layer(share: Share) -> list[Term]:
 
 
 def _mlp_backward(share: Share) -> list[Term]:
-    """What its MLP adds: gate, up and their gradients, of a chunk where there is one, and two matrices gathered."""
+    """What its MLP adds: five inner arrays, of a chunk where there is one, and two matrices gathered."""
     chunk, matrix = share.config.memory.mlp_chunk, share.config.model.embed_dim * share.mlp
     tokens = share.tokens if chunk is None else min(share.tokens, share.rows * chunk)
     gathered = 2 * matrix * share.compute_bytes if share.parameter_shards > 1 else 0
     return [
-        Term("activations", "MLP: gate, up and their gradients", 4 * tokens * share.mlp * share.compute_bytes),
+        Term("activations", "MLP: gate, up, their product and gradients", 5 * tokens * share.mlp * share.compute_bytes),
         Term("activations", "MLP: weights gathered", gathered),
     ]
 
