@@ -91,15 +91,19 @@ def visits(q: Bounds, kv: Bounds) -> Visits:
     return Visits(tiles, is_full.sum(dtype=jnp.int32), (~is_empty).sum(dtype=jnp.int32))
 
 
+def seen(queries: Tokens, keys: Tokens) -> jax.Array:
+    """The rule of the mask: bool, by broadcasting."""
+    same = (queries.segments == keys.segments) & (queries.segments != 0)
+    return same & (queries.positions >= keys.positions)
+
+
 def bias(rows: Tokens, columns: Tokens, *, queries: str) -> jax.Array:
     """The mask as a number to add to the scores: float32 [rows, columns], 0 where seen and MASKED elsewhere.
 
     Both token arrays are [T] of one row. `queries` says which side holds the queries: "rows" or "columns".
     """
-    row_position, row_segment = (x[:, None] for x in rows)
-    column_position, column_segment = (x[None, :] for x in columns)
-    later = row_position >= column_position if queries == "rows" else column_position >= row_position
-    seen = (row_segment == column_segment) & (row_segment != 0) & later
+    rows, columns = Tokens(*(x[:, None] for x in rows)), Tokens(*(x[None, :] for x in columns))
+    is_seen = seen(rows, columns) if queries == "rows" else seen(columns, rows)
     # Without the barrier XLA redoes the comparisons for every head inside the exponential: up to 1.6x the
     # time.
-    return jax.lax.optimization_barrier(jnp.where(seen, jnp.float32(0), jnp.float32(MASKED)))
+    return jax.lax.optimization_barrier(jnp.where(is_seen, jnp.float32(0), jnp.float32(MASKED)))
