@@ -88,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument(
         "--document-tokens", type=_positive, metavar="N", help="length of the documents in a row (default: the row's)"
     )
+    planned.add_argument("--search", action="store_true", help="also rank the meshes of as many devices")
+    planned.add_argument("--max-sequence", action="store_true", help="also find the longest row that fits")
     planned.add_argument("--assumptions", type=Path, metavar="FILE", help="YAML of entries in place of those printed")
     _json_option(planned)
     evaluate = _config_command(commands, "eval", _evaluate, "loss of a run's checkpoint on the held-out documents")
@@ -196,6 +198,10 @@ def _plan(arguments: argparse.Namespace) -> None:
         assumptions_file=arguments.assumptions,
     )
     report.show(plan)
+    if arguments.search:
+        report.show_search(plan)
+    if arguments.max_sequence:
+        report.show_longest_row(plan)
     _write_json(arguments.json, plan.to_json())
     if not plan.fits:
         raise CheckFailed(report.verdict(plan))

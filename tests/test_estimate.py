@@ -187,8 +187,8 @@ def test_what_does_not_fit_is_told_what_would():
     for change in changes:
         assert change.plan.memory.total < planned.memory.total
         devices = change.plan.share.devices
-        again = plan(with_overrides(planned.config, *change.overrides), "A100-40GB", devices=devices)
-        assert again.memory == change.plan.memory
+        again = plan(with_overrides(planned.config, *str(change).split()), "A100-40GB", devices=devices)
+        assert (again.memory, again.timing) == (change.plan.memory, change.plan.timing)
 
 
 def test_the_reserve_is_kept(tmp_path: Path):
@@ -252,8 +252,29 @@ def test_an_assumption_replaces_its_entry_alone(tmp_path: Path):
 
 def test_replanned_is_the_same_plan():
     planned = plan(shipped("llama3_8b", "mesh.fsdp=-1"), "H100", devices=8)
-    assert replanned(planned).memory == planned.memory
-    assert replanned(planned).timing == planned.timing
+    assert (replanned(planned, {}).memory, replanned(planned, {}).timing) == (planned.memory, planned.timing)
+
+
+def test_the_search_finds_what_fits_and_is_fastest():
+    planned = plan(shipped("llama3_8b_64k", "mesh.context=16", "mesh.fsdp=1", "batch.accumulation=32"), "H100")
+    found = alternatives.search(planned)
+    steps = [change.plan.timing.step for change in found]
+    assert steps == sorted(steps) and steps[0] < planned.timing.step
+    assert all(change.plan.fits and change.plan.share.devices == 16 for change in found)
+    meshes = [tuple(change.plan.share.mesh.axes.values()) for change in found]
+    assert len(set(meshes)) == len(meshes) and (1, 1, 16, 1) in meshes
+    again = plan(with_overrides(planned.config, *str(found[0]).split()), "H100")
+    assert again.timing == found[0].plan.timing
+
+
+def test_the_longest_row_fits_and_the_next_does_not():
+    planned = plan(shipped("llama3_8b_64k"), "H100")
+    longest = alternatives.longest_row(planned)
+    assert longest is not None and longest.plan.fits
+    length = longest.plan.config.sequence_length
+    assert length > 65536 and longest.plan.document_tokens == length
+    assert not plan(shipped("llama3_8b_64k", f"sequence_length={length + 4 * 1024}"), "H100").fits
+    assert alternatives.longest_row(plan(shipped("llama3_8b", "mesh.fsdp=1"), "v5e")) is None
 
 
 @pytest.mark.parametrize(("kind", "platform", "capability"), [("H100", "gpu", "9.0"), ("v5p", "tpu", None)])

@@ -1,11 +1,12 @@
-"""What else the same config could do: keys that save memory, and the other attention strategies."""
+"""What else the same config could do: keys that save memory, other attention strategies, other meshes, longer rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from longtrain.errors import ConfigError
 from longtrain.plan import traffic
 from longtrain.plan.estimate import Plan, replanned
+from longtrain.plan.memory import REMAT
 from longtrain.plan.traffic import STRATEGIES, Transfer
 
 WORTH_TELLING = 0.01
@@ -13,51 +14,57 @@ WORTH_TELLING = 0.01
 
 SMALL_MLP_CHUNK, SMALL_LOSS_CHUNK = 2048, 256
 
+LONGEST_ROW = 2**32
+"""Tokens at which the search for the longest row gives up."""
+
+Changes = Mapping[str, object]
+"""Dotted key -> value."""
+
 
 @dataclass(frozen=True)
 class Change:
     """Some keys set otherwise, and the plan with them."""
 
-    overrides: tuple[str, ...]
+    changes: Changes
     plan: Plan
+
+    def __str__(self) -> str:
+        """As overrides on a command line."""
+        return " ".join(f"{key}={'null' if value is None else value}" for key, value in self.changes.items())
 
 
 def savings(plan: Plan) -> list[Change]:
     """What would need less memory: single keys on the same devices, all of these together, twice the devices."""
-    singles = _changes(plan, _saving_overrides(plan))
-    together = tuple(override for change in singles for override in change.overrides)
-    all_of_them = _changes(plan, [together]) if len(singles) > 1 else []
-    doubled = [(f"mesh.{axis}={2 * plan.share.mesh.axes[axis]}",) for axis in ("context", "fsdp", "tensor")]
-    return singles + all_of_them + _changes(plan, doubled, devices=2 * plan.share.devices)
+    singles = _changed(plan, _saving_keys(plan))
+    together = {key: value for change in singles for key, value in change.changes.items()}
+    all_of_them = _changed(plan, [together]) if len(singles) > 1 else []
+    doubled = [{f"mesh.{axis}": 2 * plan.share.mesh.axes[axis]} for axis in ("context", "fsdp", "tensor")]
+    return singles + all_of_them + _changed(plan, doubled, devices=2 * plan.share.devices)
 
 
-def _saving_overrides(plan: Plan) -> list[tuple[str, ...]]:
+def _saving_keys(plan: Plan) -> Iterator[Changes]:
     share, memory = plan.share, plan.config.memory
-    overrides: list[tuple[str, ...]] = []
-    if memory.remat == "none":
-        overrides.append(("memory.remat=attention_saved",))
-    if memory.remat == "attention_saved":
-        overrides.append(("memory.remat=full",))
+    for less in REMAT[REMAT.index(memory.remat) + 1 :]:
+        yield {"memory.remat": less}
     if (memory.mlp_chunk or share.length) > SMALL_MLP_CHUNK:
-        overrides.append((f"memory.mlp_chunk={SMALL_MLP_CHUNK}",))
+        yield {"memory.mlp_chunk": SMALL_MLP_CHUNK}
     if memory.loss_chunk > SMALL_LOSS_CHUNK:
-        overrides.append((f"memory.loss_chunk={SMALL_LOSS_CHUNK}",))
+        yield {"memory.loss_chunk": SMALL_LOSS_CHUNK}
     if share.rows > 1:
-        overrides.append((f"batch.accumulation={share.rows * share.micro_batches}",))
-    return overrides
+        yield {"batch.accumulation": share.rows * share.micro_batches}
 
 
-def _changes(plan: Plan, candidates: Sequence[tuple[str, ...]], devices: int | None = None) -> list[Change]:
-    """Those that the config allows and that save enough, the best first."""
+def _changed(plan: Plan, candidates: Iterator[Changes] | Sequence[Changes], devices: int | None = None) -> list[Change]:
+    """Those that the config allows and that save enough, the best last of each key."""
     found = []
-    for overrides in candidates:
+    for changes in candidates:
         try:
-            changed = replanned(plan, *overrides, devices=devices)
+            changed = replanned(plan, changes, devices)
         except ConfigError:
             continue
         if changed.memory.total < (1 - WORTH_TELLING) * plan.memory.total:
-            found.append(Change(overrides, changed))
-    return sorted(found, key=lambda change: change.plan.memory.total)
+            found.append(Change(changes, changed))
+    return sorted(found, key=lambda change: -change.plan.memory.total)
 
 
 @dataclass(frozen=True)
@@ -75,10 +82,71 @@ def strategies(plan: Plan) -> list[Choice]:
     choices = []
     for strategy in STRATEGIES:
         try:
-            other = replanned(plan, f"attention.strategy={strategy}")
+            other = replanned(plan, {"attention.strategy": strategy})
         except ConfigError as error:
             choices.append(Choice(strategy, None, (), error.problems[0].message))
             continue
         moved = traffic.attention(other.share, strategy, other.assumed, other.timing.pace)
         choices.append(Choice(strategy, other, tuple(moved), ""))
     return choices
+
+
+def search(plan: Plan) -> list[Change]:
+    """The fastest plan of every mesh of as many devices that fits, the fastest first: by mesh, accumulation, remat and
+    MLP chunk. The batch and everything else stay."""
+    best = [fastest for mesh in _meshes(plan.share.devices) if (fastest := _fastest(plan, mesh))]
+    return sorted(best, key=lambda change: change.plan.timing.step)
+
+
+def _meshes(devices: int) -> Iterator[dict[str, int]]:
+    """Every way of laying four axes over a number of devices."""
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    for data in sizes:
+        for fsdp in sizes:
+            for context in sizes:
+                tensor, left_over = divmod(devices, data * fsdp * context)
+                if tensor and not left_over:
+                    yield {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.context": context, "mesh.tensor": tensor}
+
+
+def _fastest(plan: Plan, mesh: dict[str, int]) -> Change | None:
+    """The fastest plan on this mesh that fits; None where there is none."""
+    config, share = plan.config, plan.share
+    present = {f"mesh.{axis}": size for axis, size in share.mesh.axes.items()} | {
+        "batch.accumulation": share.micro_batches,
+        "memory.remat": config.memory.remat,
+        "memory.mlp_chunk": config.memory.mlp_chunk,
+    }
+    rows = config.batch.sequences // (mesh["mesh.data"] * mesh["mesh.fsdp"])
+    fastest: Change | None = None
+    for accumulation in (parts for parts in range(1, rows + 1) if rows % parts == 0):
+        for remat in REMAT:
+            for chunk in (None, SMALL_MLP_CHUNK):
+                changes = mesh | {
+                    "batch.accumulation": accumulation,
+                    "memory.remat": remat,
+                    "memory.mlp_chunk": chunk,
+                }
+                try:
+                    changed = replanned(plan, changes)
+                except ConfigError:
+                    continue
+                if changed.fits and (fastest is None or changed.timing.step < fastest.plan.timing.step):
+                    fastest = Change({key: value for key, value in changes.items() if value != present[key]}, changed)
+    return fastest
+
+
+def longest_row(plan: Plan) -> Change | None:
+    """The longest row that fits with everything else as it is, in steps of 1,024 tokens a device; None if none does."""
+    step = plan.share.mesh.context * max(1024, plan.config.memory.mlp_chunk or 0)
+
+    def of(steps: int) -> Change:
+        return Change({"sequence_length": steps * step}, replanned(plan, {"sequence_length": steps * step}))
+
+    fits, too_long = 0, 1
+    while too_long * step <= LONGEST_ROW and of(too_long).plan.fits:
+        fits, too_long = too_long, 2 * too_long
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        fits, too_long = (middle, too_long) if of(middle).plan.fits else (fits, middle)
+    return of(fits) if fits else None

@@ -15,6 +15,9 @@ from longtrain.plan.share import FLOAT32, Share
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 0}
 
+REMAT = ("none", "attention_saved", "full")
+"""What the backward pass may compute again, the least first."""
+
 KINDS = ("parameters", "optimizer", "gradients", "activations")
 
 

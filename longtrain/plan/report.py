@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longtrain.plan import links
-from longtrain.plan.alternatives import savings, strategies
+from longtrain.plan.alternatives import Change, longest_row, savings, search, strategies
 from longtrain.plan.estimate import Plan
 from longtrain.plan.links import FASTEST_FIRST
 from longtrain.plan.memory import KINDS
@@ -18,21 +18,30 @@ WIDTH = 110
 JAX_TAKES = 0.75
 """Share of a GPU's memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
 
+SEARCH_ROWS = 12
+"""Meshes that a search shows."""
+
 FAST_LINK = {"gpu": "NVLink", "tpu": "ICI"}
 
 
 def show(plan: Plan) -> None:
     """Prints the whole plan."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    out = console()
     for line in _heading(plan):
-        console.print(line)
+        out.print(line)
     tables = [_memory(plan), _time(plan), _traffic(plan), _strategies(plan), _savings(plan), _assumptions(plan)]
     for table in tables:
         if table is not None:
-            console.print()
-            console.print(table)
+            out.print()
+            out.print(table)
+
+
+def console() -> Console:
+    """The standard output, as wide as it is, or WIDTH where it is no terminal."""
+    out = Console(highlight=False)
+    if not out.is_terminal:
+        out.width = WIDTH
+    return out
 
 
 def verdict(plan: Plan) -> str:
@@ -152,10 +161,39 @@ def _savings(plan: Plan) -> Table | None:
             "yes" if other.fits else "no",
             f"{other.timing.step:.3f}",
             str(other.share.devices),
-            " ".join(change.overrides),
+            str(change),
             style="green" if other.fits else "",
         )
     return table
+
+
+def show_search(plan: Plan) -> None:
+    """Prints the fastest meshes of as many devices."""
+    found = search(plan)
+    title = f"The fastest of {len(found)} meshes of {plan.share.devices} x {plan.device.name} that fit"
+    table = _table(title, "step s", "tokens/s", "GiB", "change")
+    for change in found[:SEARCH_ROWS]:
+        table.add_row(*_speed(change), str(change) or "as it is")
+    console().print(table)
+
+
+def show_longest_row(plan: Plan) -> None:
+    """Prints the longest row that fits."""
+    longest = longest_row(plan)
+    if longest is None:
+        console().print("No row fits, however short: see what needs less memory")
+        return
+    step, rate, gib = _speed(longest)
+    length = longest.plan.config.sequence_length
+    console().print(
+        f"Longest row that fits: {length:,} tokens ({longest}): {gib} GiB, {step} s a step, {rate} tokens/s"
+    )
+
+
+def _speed(change: Change) -> tuple[str, str, str]:
+    """Seconds a step, tokens a second and device, GiB of a device."""
+    timing, rate = change.plan.timing, change.plan.tokens_per_second_per_device
+    return f"{timing.step:.3f}", f"{rate:,.0f}", f"{change.plan.memory.total / GIB:.1f}"
 
 
 def _assumptions(plan: Plan) -> Table:

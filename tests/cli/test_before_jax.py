@@ -91,7 +91,8 @@ def test_help_is_complete(workspace: Workspace, no_jax: dict[str, str], command:
 
 def test_a_plan(workspace: Workspace, no_jax: dict[str, str]):
     plan = ("plan", "config.yaml", "--hardware", "H100", "--json", "plan.json")
-    text = workspace.run(*plan, environment=no_jax)
+    text = workspace.run(*plan, "--search", "--max-sequence", environment=no_jax)
+    assert "The fastest of" in text and "Longest row that fits" in text
     assert "Fits: " in text and "to spare" in text and "matmul_efficiency" in text
     found = json.loads((workspace.folder / "plan.json").read_text())
     kinds = {"parameters", "optimizer", "gradients", "activations"}
