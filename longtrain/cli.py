@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     _config_command(commands, "train", _train, "train; the same command again resumes")
-    planned = _config_command(commands, "plan", _plan, "say whether it fits and how long a step takes, from formulas")
+    planned = _config_command(commands, "plan", _plan, "say whether it fits and how long a step takes")
     planned.add_argument("--hardware", metavar="KIND", help="kind of device, e.g. H100, GB200, v5p")
     planned.add_argument("--devices", type=_positive, metavar="N", help="how many (default: the mesh's product)")
     planned.add_argument(
@@ -91,6 +91,19 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--search", action="store_true", help="also rank the meshes of as many devices")
     planned.add_argument("--max-sequence", action="store_true", help="also find the longest row that fits")
     planned.add_argument("--assumptions", type=Path, metavar="FILE", help="YAML of entries in place of those printed")
+    planned.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the train step for the hardware, which need not be there, and read the program",
+    )
+    planned.add_argument(
+        "--compiler",
+        choices=("device", "cpu"),
+        default="device",
+        help="with --compile: the hardware's own (default), or the CPU's for an estimate of the memory alone",
+    )
+    planned.add_argument("--strict", action="store_true", help="with --compile: findings of the lint are a failure")
+    planned.set_defaults(parser=planned)
     _json_option(planned)
     evaluate = _config_command(commands, "eval", _evaluate, "loss of a run's checkpoint on the held-out documents")
     _step_option(evaluate, "evaluate the checkpoint of this step (default: the newest)")
@@ -190,6 +203,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     from longtrain.errors import CheckFailed
     from longtrain.plan import estimate, report
 
+    if not arguments.compile and (arguments.strict or arguments.compiler != "device"):
+        arguments.parser.error("--strict and --compiler are for --compile")
     plan = estimate.plan(
         load(arguments.config, arguments.overrides),
         arguments.hardware,
@@ -202,9 +217,22 @@ def _plan(arguments: argparse.Namespace) -> None:
         report.show_search(plan)
     if arguments.max_sequence:
         report.show_longest_row(plan)
-    _write_json(arguments.json, plan.to_json())
-    if not plan.fits:
-        raise CheckFailed(report.verdict(plan))
+    if not arguments.compile:
+        _write_json(arguments.json, plan.to_json())
+        if not plan.fits:
+            raise CheckFailed(report.verdict(plan))
+        return
+    from longtrain.plan import audit, report_compiled
+
+    found = audit.audit(plan, arguments.compiler, say=lambda message: print(message, file=sys.stderr, flush=True))
+    report_compiled.show(found)
+    # The compiler's word on what fits stands above the formulas'.
+    _write_json(arguments.json, plan.to_json() | {"fits": found.fits, "compiled": found.to_json()})
+    if not found.fits:
+        raise CheckFailed(report_compiled.verdict(found))
+    if arguments.strict and found.findings:
+        rules = ", ".join(dict.fromkeys(finding.rule for finding in found.findings))
+        raise CheckFailed(f"--strict: the lint found {len(found.findings)}: {rules}")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

@@ -79,7 +79,7 @@ def test_a_missing_plugin_is_named_with_what_installs_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     for kind, plugin in (("GB200", "jax-cuda13-plugin"), ("v5p", "libtpu")):
         message = refusal(kind, 8)
-        assert plugin in message and "pip install 'longtrain[plan]'" in message and "--hardware cpu" in message
+        assert plugin in message and "pip install 'longtrain[plan]'" in message and "--compiler cpu" in message
 
 
 def test_a_plugin_of_another_jaxlib_is_refused(monkeypatch: pytest.MonkeyPatch):

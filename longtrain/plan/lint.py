@@ -304,8 +304,10 @@ def _handed_on(program: Program, start: Instruction, computation: Computation) -
         for user in computation.users[waiting.pop().name]:
             if user.is_root:
                 return True
-            if user.name not in seen and not program.matmul_flops(user, computation) and not program.callees(
-                user, computation
+            if (
+                user.name not in seen
+                and not program.matmul_flops(user, computation)
+                and not program.callees(user, computation)
             ):
                 seen.add(user.name)
                 waiting.append(user)

@@ -1,5 +1,7 @@
 """The plan as a person reads it: the verdict first, then memory, time, traffic, and what was assumed."""
 
+from typing import Literal
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -75,7 +77,7 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table(f"Memory of a device at the step's peak, {plan.memory.phase}", "GiB", "share", "", "what")
+    table = new_table(f"Memory of a device at the step's peak, {plan.memory.phase}", "GiB", "share", "", "what")
     total = plan.memory.total
     for kind in KINDS:
         of_kind = plan.memory.by_kind[kind]
@@ -88,7 +90,7 @@ def _memory(plan: Plan) -> Table:
 
 def _time(plan: Plan) -> Table:
     timing = plan.timing
-    table = _table(f"Time of a step, of {plan.flops_per_step:.3g} FLOPs in all", "seconds", "share", "", "what")
+    table = new_table(f"Time of a step, of {plan.flops_per_step:.3g} FLOPs in all", "seconds", "share", "", "what")
     rows = {
         "matrix products": timing.matmul,
         f"attention, kernel {plan.share.kernel}": timing.attention,
@@ -106,7 +108,7 @@ def _traffic(plan: Plan) -> Table | None:
         return None
     lies = ", ".join(_lies(plan, axis) for axis in FASTEST_FIRST if plan.share.mesh.axes[axis] > 1)
     title = f"What a device sends in a step; {lies}"
-    table = _table(title, "GiB", "times", "seconds", "exposed", "what", "over")
+    table = new_table(title, "GiB", "times", "seconds", "exposed", "what", "over")
     for transfer in sorted(plan.timing.transfers, key=lambda transfer: -transfer.bytes):
         table.add_row(
             f"{transfer.bytes / GIB:.2f}",
@@ -129,7 +131,7 @@ def _strategies(plan: Plan) -> Table | None:
     if plan.share.mesh.context == 1:
         return None
     title = "Attention over context: the three strategies"
-    table = _table(title, "", "strategy", "GiB sent", "seconds", "exposed", "step s", "GiB held", "why")
+    table = new_table(title, "", "strategy", "GiB sent", "seconds", "exposed", "step s", "GiB held", "why")
     for choice in strategies(plan):
         mark = "▶" if choice.strategy == plan.config.attention.strategy else ""
         if choice.plan is None:
@@ -153,7 +155,7 @@ def _savings(plan: Plan) -> Table | None:
     """What to change; where the plan fits, nothing needs to."""
     if plan.fits:
         return None
-    table = _table("What needs less memory", "GiB", "fits", "step s", "devices", "change")
+    table = new_table("What needs less memory", "GiB", "fits", "step s", "devices", "change")
     for change in savings(plan):
         other = change.plan
         table.add_row(
@@ -171,7 +173,7 @@ def show_search(plan: Plan) -> None:
     """Prints the fastest meshes of as many devices."""
     found = search(plan)
     title = f"The fastest of {len(found)} meshes of {plan.share.devices} x {plan.device.name} that fit"
-    table = _table(title, "step s", "tokens/s", "GiB", "change")
+    table = new_table(title, "step s", "tokens/s", "GiB", "change")
     for change in found[:SEARCH_ROWS]:
         table.add_row(*_speed(change), str(change) or "as it is")
     console().print(table)
@@ -197,7 +199,7 @@ def _speed(change: Change) -> tuple[str, str, str]:
 
 
 def _assumptions(plan: Plan) -> Table:
-    table = _table("Assumed (--assumptions FILE replaces entries)", "value", "entry", "why")
+    table = new_table("Assumed (--assumptions FILE replaces entries)", "value", "entry", "why")
     for name, entry in plan.assumed.entries.items():
         value = "null" if entry.value is None else f"{entry.value:g}"
         table.add_row(value, name, entry.why if entry.source == "shipped" else f"{entry.source}: {entry.why}")
@@ -208,12 +210,12 @@ def _bar(share: float) -> str:
     return "█" * round(BAR * share)
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     """A plain table. Numbers stand to the right; only sentences wrap."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    words, sentences = ("", "strategy", "fits", "entry", "over"), ("what", "why", "change")
+    words = ("", "strategy", "fits", "entry", "over", "array", "kind", "backend", "rule")
+    sentences = ("what", "why", "change", "beside it")
     for column in columns:
-        table.add_column(
-            column, justify="left" if column in words + sentences else "right", no_wrap=column not in sentences
-        )
+        side: Literal["left", "right"] = "left" if column in words + sentences else "right"
+        table.add_column(column, justify=side, no_wrap=column not in sentences, overflow="fold")
     return table

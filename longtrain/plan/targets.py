@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import jax
 
 CPU = "cpu"
-"""The kind that stands for no accelerator: simulated devices, good for an estimate of memory alone."""
+"""The kind that stands for no accelerator: simulated devices, whose compiler says something of memory alone."""
 
 EXTRA = "pip install 'longtrain[plan]'"
-NOT_CPU = f"or --hardware {CPU} for an estimate of the memory alone by the CPU's compiler"
+BY_CPU = f"or --compiler {CPU} for an estimate of the memory alone, by the CPU's compiler"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ _GPU_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 def _gpu_target(device: hardware.Device, devices: int) -> Target:
     plugin = next((name for name in _GPU_PLUGINS if _version(name)), None)
     if plugin is None:
-        raise _refused(device.name, f"compiling for it needs {_GPU_PLUGINS[0]}: {EXTRA}; {NOT_CPU}")
+        raise _refused(device.name, f"compiling for it needs {_GPU_PLUGINS[0]}: {EXTRA}; {BY_CPU}")
     installed, jaxlib = _version(plugin), _version("jaxlib")
     if installed != jaxlib:
         pjrt = plugin.replace("plugin", "pjrt")
@@ -175,7 +175,7 @@ _TPUS = {"v5e": ("v5litepod", 1, 2, 256), "v5p": ("v5p", 2, 3, 4096), "v6e": ("v
 
 def _tpu_target(device: hardware.Device, devices: int) -> Target:
     if importlib.util.find_spec("libtpu") is None:
-        raise _refused(device.name, f"compiling for it needs libtpu: {EXTRA}; {NOT_CPU}")
+        raise _refused(device.name, f"compiling for it needs libtpu: {EXTRA}; {BY_CPU}")
     accelerator, per_chip, dims, largest = _TPUS[device.name]
     exponent = devices.bit_length() - 1
     if devices != 1 << exponent or devices > largest:

@@ -8,6 +8,9 @@ from longtrain.plan.memory import MOMENTS
 from longtrain.plan.share import FLOAT32, Share
 from longtrain.plan.traffic import Pace, Transfer, transfers
 
+PRODUCTS_FORWARD, PRODUCTS_BACKWARD = 2, 5
+"""Matrix products of attention over a pair of tiles."""
+
 FLOAT32_BY_BFLOAT16 = 6
 """bfloat16 products that a float32 one costs where the hardware has none of its own (three parts a number)."""
 
@@ -30,7 +33,7 @@ class Timing:
 
 def estimate(share: Share, assumed: Assumptions, document_tokens: int) -> Timing:
     """The time of a step whose rows are filled with documents of `document_tokens` tokens."""
-    model, layers, micro = share.config.model, share.config.model.num_layers, share.micro_batches
+    layers, micro = share.config.model.num_layers, share.micro_batches
     peak = peak_flops(share, assumed)
     matmul = peak * assumed["matmul_efficiency"]
     bandwidth = assumed.device.memory_bandwidth * assumed["memory_efficiency"]
@@ -40,11 +43,9 @@ def estimate(share: Share, assumed: Assumptions, document_tokens: int) -> Timing
     linear_backward = 2 * linear_forward + 2 * share.tokens * _weights_used_again(share) / matmul
     head = 8 * share.tokens * share.head_weights / matmul
 
-    # Two products of width H for each pair that sees each other, and five backward. Half of length^2 pairs a document.
-    pairs = share.rows * share.config.sequence_length * document_tokens / 2 / share.mesh.context
-    product = 2 * pairs * share.heads * model.head_dim * _busiest(share)
-    attention_forward = 2 * product / (peak * assumed["attention_forward_efficiency"])
-    attention_backward = 5 * product / (peak * assumed["attention_backward_efficiency"])
+    product = attention_product(share, document_tokens) * _busiest(share)
+    attention_forward = PRODUCTS_FORWARD * product / (peak * assumed["attention_forward_efficiency"])
+    attention_backward = PRODUCTS_BACKWARD * product / (peak * assumed["attention_backward_efficiency"])
 
     streamed = _bytes_streamed_forward(share) / bandwidth
     pace = Pace(
@@ -62,6 +63,15 @@ def estimate(share: Share, assumed: Assumptions, document_tokens: int) -> Timing
         transfers=tuple(moved),
         pace=pace,
     )
+
+
+def attention_product(share: Share, document_tokens: int) -> float:
+    """FLOPs of one of attention's matrix products, of a layer and micro-batch, on a device.
+
+    A product has width H for each pair of tokens that see each other: half of length^2 pairs a document.
+    """
+    pairs = share.rows * share.config.sequence_length * document_tokens / 2 / share.mesh.context
+    return 2 * pairs * share.heads * share.config.model.head_dim
 
 
 def step_flops(share: Share, document_tokens: int) -> float:

@@ -53,9 +53,16 @@ class Compiled:
     memory: Memory | None
     out_of_memory: str | None
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         memory = self.memory and dataclasses.asdict(self.memory) | {"needed": self.memory.needed}
         return json.dumps(dataclasses.asdict(self) | {"memory": memory})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Compiled":
+        fields = json.loads(text)
+        if memory := fields["memory"]:
+            del memory["needed"]
+        return cls(**fields | {"memory": memory and Memory(**memory), "choices": tuple(fields["choices"])})
 
 
 def xla_flags(config: Config, target: Target) -> list[str]:
@@ -130,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Nothing of the caller's own flags: they are for the devices that it runs on.
         os.environ.update(target.environment)
         os.environ["XLA_FLAGS"] = " ".join(xla_flags(config, target))
-        print(compile_step(config, target, parsed.program).json())
+        print(compile_step(config, target, parsed.program).to_json())
     except LongtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
