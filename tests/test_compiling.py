@@ -194,3 +194,10 @@ def test_without_the_plugin_nothing_is_compiled(worker: Worker, tmp_path: Path, 
     assert (code, said, calls) == (2, {}, [])
     message = capsys.readouterr().err
     assert "pip install 'longtrain[plan]'" in message and "--compiler cpu" in message
+
+
+@pytest.mark.parametrize("options", [["--strict"], ["--compiler", "cpu"]])
+def test_options_of_compiling_alone_are_refused_without_it(options: list[str], capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "config.yaml", "--hardware", "GB200", *options])
+    assert "are for --compile" in capsys.readouterr().err

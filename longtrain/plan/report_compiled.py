@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from longtrain.plan.audit import CompiledPlan
-from longtrain.plan.report import GIB, new_table, console
+from longtrain.plan.report import GIB, console, new_table
 from longtrain.plan.targets import CPU
 
 
