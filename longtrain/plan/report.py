@@ -1,5 +1,6 @@
 """The plan as a person reads it: the verdict first, then memory, time, traffic, and what was assumed."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from rich import box
@@ -7,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from longtrain.plan import links
-from longtrain.plan.alternatives import Change, longest_row, savings, search, strategies
+from longtrain.plan.alternatives import longest_row, savings, search, strategies
 from longtrain.plan.estimate import Plan
 from longtrain.plan.links import FASTEST_FIRST
 from longtrain.plan.memory import KINDS
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 BAR = 24
 WIDTH = 110
 """Columns where the output is no terminal."""
@@ -46,6 +47,24 @@ def console() -> Console:
     return out
 
 
+@dataclass(frozen=True)
+class Units:
+    """What a plan's bytes and seconds are written in: one unit of each, that of its totals."""
+
+    memory: str
+    time: str
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Units":
+        return cls("GiB" if plan.memory.total >= GIB else "MiB", "s" if plan.timing.step >= 1 else "ms")
+
+    def bytes(self, value: float) -> str:
+        return f"{value / GIB:,.2f}" if self.memory == "GiB" else f"{value / MIB:,.2f}"
+
+    def seconds(self, value: float) -> str:
+        return f"{value:,.3f}" if self.time == "s" else f"{1000 * value:,.3f}"
+
+
 def verdict(plan: Plan) -> str:
     """Whether it fits and by how much, in one sentence."""
     need, usable = plan.memory.total / GIB, plan.usable_bytes / GIB
@@ -63,12 +82,14 @@ def _heading(plan: Plan) -> list[str]:
     rows = f"{config.batch.sequences} rows of {config.sequence_length:,} tokens a step ({filled})"
     micro = f" in {share.micro_batches} micro-batches" if share.micro_batches > 1 else ""
     attention = f"attention {config.attention.strategy}, kernel {share.kernel}, remat {config.memory.remat}"
+    units, sentence = Units.of(plan), verdict(plan)
+    rate = f"{plan.tokens_per_second_per_device:,.0f} tokens/s a device"
     mfu = "" if plan.mfu_causal is None else f", MFU (causal) {plan.mfu_causal:.1%}"
     lines = [
-        f"{model.preset or 'The model'}, {plan.parameters / 1e9:.3g} B parameters; {rows}{micro}",
+        f"{model.preset or 'The model'}, {_count(plan.parameters)} parameters; {rows}{micro}",
         f"{share.devices} x {plan.device.name}: {mesh}; {attention}",
-        f"[bold {'green' if plan.fits else 'red'}]{verdict(plan).capitalize().replace('gib', 'GiB')}[/]",
-        f"[bold]Step of {plan.timing.step:.3g} s: {plan.tokens_per_second_per_device:,.0f} tokens/s a device{mfu}[/]",
+        f"[bold {'green' if plan.fits else 'red'}]{sentence[0].upper()}{sentence[1:]}[/]",
+        f"[bold]Step of {units.seconds(plan.timing.step)} {units.time}: {rate}{mfu}[/]",
     ]
     if plan.device.platform == "gpu" and plan.fits and plan.memory.total > JAX_TAKES * plan.device.memory_bytes:
         allow = f"{1 - plan.assumed['memory_reserve']:.2f}"
@@ -77,20 +98,21 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> Table:
-    table = new_table(f"Memory of a device at the step's peak, {plan.memory.phase}", "GiB", "share", "", "what")
-    total = plan.memory.total
+    units, total = Units.of(plan), plan.memory.total
+    title = f"Memory of a device at the step's peak, {plan.memory.phase}"
+    table = new_table(title, units.memory, "share", "", "what")
     for kind in KINDS:
         of_kind = plan.memory.by_kind[kind]
-        table.add_row(f"{of_kind / GIB:.2f}", f"{of_kind / total:.0%}", _bar(of_kind / total), f"[bold]{kind}[/]")
+        table.add_row(units.bytes(of_kind), f"{of_kind / total:.0%}", _bar(of_kind / total), f"[bold]{kind}[/]")
         for term in sorted(plan.memory.terms, key=lambda term: -term.bytes):
             if term.kind == kind:
-                table.add_row(f"{term.bytes / GIB:.2f}", f"{term.bytes / total:.0%}", "", f"  {term.what}", style="dim")
+                table.add_row(units.bytes(term.bytes), f"{term.bytes / total:.0%}", "", f"  {term.what}", style="dim")
     return table
 
 
 def _time(plan: Plan) -> Table:
-    timing = plan.timing
-    table = new_table(f"Time of a step, of {plan.flops_per_step:.3g} FLOPs in all", "seconds", "share", "", "what")
+    timing, units = plan.timing, Units.of(plan)
+    table = new_table(f"Time of a step, of {plan.flops_per_step:.3g} FLOPs in all", units.time, "share", "", "what")
     rows = {
         "matrix products": timing.matmul,
         f"attention, kernel {plan.share.kernel}": timing.attention,
@@ -98,7 +120,7 @@ def _time(plan: Plan) -> Table:
         "communication that nothing hides": timing.exposed,
     }
     for what, seconds in rows.items():
-        table.add_row(f"{seconds:.3f}", f"{seconds / timing.step:.0%}", _bar(seconds / timing.step), what)
+        table.add_row(units.seconds(seconds), f"{seconds / timing.step:.0%}", _bar(seconds / timing.step), what)
     return table
 
 
@@ -108,13 +130,14 @@ def _traffic(plan: Plan) -> Table | None:
         return None
     lies = ", ".join(_lies(plan, axis) for axis in FASTEST_FIRST if plan.share.mesh.axes[axis] > 1)
     title = f"What a device sends in a step; {lies}"
-    table = new_table(title, "GiB", "times", "seconds", "exposed", "what", "over")
+    units = Units.of(plan)
+    table = new_table(title, units.memory, "times", units.time, "exposed", "what", "over")
     for transfer in sorted(plan.timing.transfers, key=lambda transfer: -transfer.bytes):
         table.add_row(
-            f"{transfer.bytes / GIB:.2f}",
+            units.bytes(transfer.bytes),
             f"{transfer.count:,}",
-            f"{transfer.seconds:.3f}",
-            f"{transfer.exposed:.3f}",
+            units.seconds(transfer.seconds),
+            units.seconds(transfer.exposed),
             f"{transfer.kind}: {transfer.what}",
             " x ".join(axis for axis in transfer.axes if plan.share.mesh.axes[axis] > 1),
         )
@@ -131,7 +154,9 @@ def _strategies(plan: Plan) -> Table | None:
     if plan.share.mesh.context == 1:
         return None
     title = "Attention over context: the three strategies"
-    table = new_table(title, "", "strategy", "GiB sent", "seconds", "exposed", "step s", "GiB held", "why")
+    units = Units.of(plan)
+    sent, held, step = f"{units.memory} sent", f"{units.memory} held", f"step {units.time}"
+    table = new_table(title, "", "strategy", sent, units.time, "exposed", step, held, "why")
     for choice in strategies(plan):
         mark = "▶" if choice.strategy == plan.config.attention.strategy else ""
         if choice.plan is None:
@@ -141,11 +166,11 @@ def _strategies(plan: Plan) -> Table | None:
         table.add_row(
             mark,
             choice.strategy,
-            f"{sum(t.bytes for t in choice.transfers) / GIB:.1f}",
-            f"{moved:.3f}",
-            f"{exposed:.3f}",
-            f"{choice.plan.timing.step:.3f}",
-            f"{choice.plan.memory.total / GIB:.1f}",
+            units.bytes(sum(t.bytes for t in choice.transfers)),
+            units.seconds(moved),
+            units.seconds(exposed),
+            units.seconds(choice.plan.timing.step),
+            units.bytes(choice.plan.memory.total),
             f"{1 - exposed / moved:.0%} of its transfers hide behind compute",
         )
     return table
@@ -155,13 +180,14 @@ def _savings(plan: Plan) -> Table | None:
     """What to change; where the plan fits, nothing needs to."""
     if plan.fits:
         return None
-    table = new_table("What needs less memory", "GiB", "fits", "step s", "devices", "change")
+    units = Units.of(plan)
+    table = new_table("What needs less memory", units.memory, "fits", f"step {units.time}", "devices", "change")
     for change in savings(plan):
         other = change.plan
         table.add_row(
-            f"{other.memory.total / GIB:.1f}",
+            units.bytes(other.memory.total),
             "yes" if other.fits else "no",
-            f"{other.timing.step:.3f}",
+            units.seconds(other.timing.step),
             str(other.share.devices),
             str(change),
             style="green" if other.fits else "",
@@ -171,11 +197,16 @@ def _savings(plan: Plan) -> Table | None:
 
 def show_search(plan: Plan) -> None:
     """Prints the fastest meshes of as many devices."""
-    found = search(plan)
+    found, units = search(plan), Units.of(plan)
     title = f"The fastest of {len(found)} meshes of {plan.share.devices} x {plan.device.name} that fit"
-    table = new_table(title, "step s", "tokens/s", "GiB", "change")
+    table = new_table(title, f"step {units.time}", "tokens/s", units.memory, "change")
     for change in found[:SEARCH_ROWS]:
-        table.add_row(*_speed(change), str(change) or "as it is")
+        table.add_row(
+            units.seconds(change.plan.timing.step),
+            f"{change.plan.tokens_per_second_per_device:,.0f}",
+            units.bytes(change.plan.memory.total),
+            str(change) or "as it is",
+        )
     console().print(table)
 
 
@@ -185,17 +216,10 @@ def show_longest_row(plan: Plan) -> None:
     if longest is None:
         console().print("No row fits, however short: see what needs less memory")
         return
-    step, rate, gib = _speed(longest)
-    length = longest.plan.config.sequence_length
-    console().print(
-        f"Longest row that fits: {length:,} tokens ({longest}): {gib} GiB, {step} s a step, {rate} tokens/s"
-    )
-
-
-def _speed(change: Change) -> tuple[str, str, str]:
-    """Seconds a step, tokens a second and device, GiB of a device."""
-    timing, rate = change.plan.timing, change.plan.tokens_per_second_per_device
-    return f"{timing.step:.3f}", f"{rate:,.0f}", f"{change.plan.memory.total / GIB:.1f}"
+    units = Units.of(longest.plan)
+    need, step = units.bytes(longest.plan.memory.total), units.seconds(longest.plan.timing.step)
+    speed = f"{need} {units.memory}, {step} {units.time} a step"
+    console().print(f"Longest row that fits: {longest.plan.config.sequence_length:,} tokens ({longest}): {speed}")
 
 
 def _assumptions(plan: Plan) -> Table:
@@ -204,6 +228,11 @@ def _assumptions(plan: Plan) -> Table:
         value = "null" if entry.value is None else f"{entry.value:g}"
         table.add_row(value, name, entry.why if entry.source == "shipped" else f"{entry.source}: {entry.why}")
     return table
+
+
+def _count(number: int) -> str:
+    """A count as people say it."""
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
 def _bar(share: float) -> str:
