@@ -103,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
         help="with --compile: the hardware's own (default), or the CPU's for an estimate of the memory alone",
     )
     planned.add_argument("--strict", action="store_true", help="with --compile: findings of the lint are a failure")
-    planned.set_defaults(parser=planned)
     _json_option(planned)
     evaluate = _config_command(commands, "eval", _evaluate, "loss of a run's checkpoint on the held-out documents")
     _step_option(evaluate, "evaluate the checkpoint of this step (default: the newest)")
@@ -200,11 +199,12 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from longtrain.config import load
-    from longtrain.errors import CheckFailed
+    from longtrain.errors import CheckFailed, ConfigError, Problem
     from longtrain.plan import estimate, report
 
     if not arguments.compile and (arguments.strict or arguments.compiler != "device"):
-        arguments.parser.error("--strict and --compiler are for --compile")
+        given = "--strict" if arguments.strict else f"--compiler {arguments.compiler}"
+        raise ConfigError([Problem(given, "without --compile", "says nothing of a plan from formulas")], "the plan")
     plan = estimate.plan(
         load(arguments.config, arguments.overrides),
         arguments.hardware,

@@ -24,6 +24,9 @@ import numpy as np
 
 LAYOUTS = ("dealt", "zigzag", "contiguous")
 
+STRETCH_KERNELS = ("cudnn",)
+"""The block kernels that are made for stretches dealt whole, and not for tiles."""
+
 TILE = 256
 """Tokens along one side of an attention tile, at most: the unit of work that is computed or skipped whole."""
 
@@ -31,6 +34,7 @@ TILE = 256
 def resolve(layout: str, *, context: int, strategy: str, packing: str, kernel: str) -> tuple[str, str]:
     """The layout to use and the reason, in a few words. Anything but `auto` is taken as it is.
 
+    `kernel` is the block kernel that was chosen, or the config's `auto` where no device is there to choose for.
     Raises ValueError for an unknown layout.
     """
     if layout != "auto":
@@ -40,8 +44,13 @@ def resolve(layout: str, *, context: int, strategy: str, packing: str, kernel: s
         return "contiguous", "one context shard: nothing to balance"
     if strategy == "ulysses":
         return "contiguous", "ulysses gives every shard whole rows of some heads: balanced in any order"
+    if kernel in STRETCH_KERNELS:
+        return "zigzag", f"kernel {kernel} needs stretches dealt whole: the layout that balances one document so"
     rows = "one document a row" if packing == "one" else f"rows packed by {packing}"
-    return "dealt", f"{rows}: dealt in single tiles the shards' work is equal; kernel {kernel} skips by tile"
+    reason = f"{rows}: dealt in single tiles the shards' work is equal; kernel {kernel} skips by tile"
+    if kernel == "auto" and packing == "one":
+        reason += f", unless a GPU makes it {' or '.join(STRETCH_KERNELS)}, which deals zigzag"
+    return "dealt", reason
 
 
 def block(layout: str, sequence_length: int, shards: int) -> int:

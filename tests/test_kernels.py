@@ -4,12 +4,16 @@ from types import SimpleNamespace
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import tiny
 from longtrain.build import build
 from longtrain.config.schema import AttentionConfig
+from longtrain.errors import ConfigError
 from longtrain.ops import kernels
+from longtrain.ops.attention import attention
+from longtrain.ops.kernels import cudnn_internals
 from longtrain.ops.kernels.workload import Workload, interpreted, interpreting
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
@@ -68,6 +72,58 @@ def test_auto_takes_the_first_kernel_of_the_platform_that_serves(monkeypatch):
     name, reason = kernels.select("auto", workload())
     assert name == "xla"
     assert "NO FUSED KERNEL SERVES" in reason and "fast is out" in reason and "slow is out" in reason
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    monkeypatch.setattr(cudnn_internals, "missing", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("facts", "kernel", "reason"),
+    [
+        ({}, "triton", "not cudnn: it serves rows of one document each (data.packing one) only"),
+        ({"one_document": True}, "cudnn", "the fused kernel"),
+        ({"one_document": True, "layout": "dealt"}, "triton", "zigzag or contiguous"),
+        ({"one_document": True, "layout": "zigzag"}, "cudnn", "the fused kernel"),
+        ({"one_document": True, "dtype": "float32"}, "triton", "dtype float32: one of bfloat16, float16"),
+        ({"one_document": True, "head_dim": 100}, "triton", "at most 128 and a multiple of 8"),
+        ({"one_document": True, "head_dim": 256}, "xla", "NO FUSED KERNEL SERVES"),
+        ({"dtype": "float64"}, "xla", "not triton: dtype float64"),
+    ],
+)
+def test_a_gpu_takes_the_fused_kernel_that_serves(facts, kernel, reason, with_cudnn):
+    assert kernels.select("auto", workload(**facts))[0] == kernel
+    assert reason in kernels.select("auto", workload(**facts))[1]
+
+
+@pytest.mark.parametrize("capability", ["7.0", "gfx942", None])
+def test_another_gpu_is_told_that_no_fused_kernel_serves_it(capability):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    name, reason = kernels.select("auto", workload(device, one_document=True))
+    assert name == "xla" and "NO FUSED KERNEL SERVES" in reason and "not triton" in reason and "not cudnn" in reason
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    work = workload(one_document=True)
+    monkeypatch.setattr(cudnn_internals, "missing", lambda: "cuDNN is not installed here")
+    assert kernels.select("auto", work) == (
+        "triton",
+        "the fused kernel for gpu that serves; not cudnn: cuDNN is not installed here",
+    )
+    with pytest.raises(ValueError, match="'cudnn' cannot serve here: cuDNN is not .*; auto would take triton"):
+        kernels.select("cudnn", work)
+
+
+@pytest.mark.parametrize("kernel", ["triton", "cudnn"])
+def test_a_gpu_kernel_on_cpu_is_refused_as_a_config_and_as_a_call(kernel):
+    message = rf"'{kernel}' cannot serve here: .*not for cpu; auto would take xla"
+    with pytest.raises(ConfigError, match=rf"attention.kernel = '{kernel}': kernel {message}"):
+        build(tiny.config(f"attention.kernel={kernel}"), jax.devices()[:1])
+    tokens = jnp.ones((1, 16), jnp.int32)
+    q = jnp.ones((1, 16, 2, 64))
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, positions_BS=tokens, segments_BS=tokens, kernel=kernel)
 
 
 def test_interpretation_is_on_only_where_asked_for():

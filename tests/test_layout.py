@@ -62,13 +62,16 @@ def test_a_row_that_cannot_be_dealt_is_refused_with_the_numbers():
 
 
 def test_auto_is_resolved_with_a_reason():
-    def resolve(name="auto", context=4, strategy="ring"):
-        return layout.resolve(name, context=context, strategy=strategy, packing="best_fit", kernel="xla")
+    def resolve(name="auto", context=4, strategy="ring", packing="best_fit", kernel="xla"):
+        return layout.resolve(name, context=context, strategy=strategy, packing=packing, kernel=kernel)
 
     assert resolve()[0] == "dealt" and "best_fit" in resolve()[1]
     assert resolve(strategy="all_gather")[0] == "dealt"
     assert resolve(context=1)[0] == resolve(strategy="ulysses")[0] == "contiguous"
     assert resolve("zigzag") == ("zigzag", "asked for")
+    assert resolve(kernel="cudnn", packing="one")[0] == "zigzag"
+    assert resolve(kernel="triton", packing="one")[0] == "dealt"
+    assert "unless a GPU" in resolve(kernel="auto", packing="one")[1]
     with pytest.raises(ValueError, match="auto, dealt"):
         resolve("snake")
 

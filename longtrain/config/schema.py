@@ -261,7 +261,7 @@ class AttentionConfig(Section):
         "auto",
         description="Order in which a row is dealt to the shards; auto: the one that balances the work.",
     )
-    kernel: Literal["auto", "xla", "mosaic"] = Field(
+    kernel: Literal["auto", "xla", "triton", "cudnn", "mosaic"] = Field(
         "auto", description="Block kernel; auto: picked by platform and shape, the log says which and why."
     )
 

@@ -101,7 +101,7 @@ class _Call:
 def _attention(
     call: _Call, mesh: Mesh | None, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens
 ) -> jax.Array:
-    if mesh is None or mesh.size == 1:
+    if mesh is None:
         return _on_shard(call, q_BSNH, k_BSKH, v_BSKH, tokens)
 
     def axes(*names: str) -> tuple[str, ...] | None:

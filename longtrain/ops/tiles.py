@@ -91,6 +91,37 @@ def visits(q: Bounds, kv: Bounds) -> Visits:
     return Visits(tiles, is_full.sum(dtype=jnp.int32), (~is_empty).sum(dtype=jnp.int32))
 
 
+class Spans(NamedTuple):
+    """What each of I tiles visits of the other side's: tiles start..stop (exclusive), of which full_start..full_stop
+    need no mask. int32 [B, I]; an empty span where nothing is to be visited.
+    """
+
+    start: jax.Array
+    full_start: jax.Array
+    full_stop: jax.Array
+    stop: jax.Array
+
+
+def spans(q: Bounds, kv: Bounds, *, of: str) -> Spans:
+    """The spans of the tiles of `of` ("queries" or "keys") over the tiles of the other side; bounds [B, tiles].
+
+    The numbers alone, for kernels that have no use for lists: tiles that see each other are neighbours wherever tokens
+    ascend, and so are the full ones among them. In any other order a span holds empty tiles too, and full ones
+    outside full_start..full_stop: right all the same, since those are masked.
+    """
+    q, kv = Bounds(*(x[:, :, None] for x in q)), Bounds(*(x[:, None] for x in kv))
+    is_full, is_visited = full(q, kv), ~empty(q, kv)
+    if of == "keys":
+        is_full, is_visited = is_full.swapaxes(1, 2), is_visited.swapaxes(1, 2)
+    count = is_full.shape[-1]
+    tile = jnp.arange(count, dtype=jnp.int32)
+    stop = jnp.max(jnp.where(is_visited, tile + 1, 0), axis=-1)
+    start = jnp.minimum(jnp.min(jnp.where(is_visited, tile, count), axis=-1), stop)
+    full_start = jnp.minimum(jnp.min(jnp.where(is_full, tile, count), axis=-1), stop)
+    ends = ~is_full & (tile >= full_start[..., None])
+    return Spans(start, full_start, jnp.minimum(jnp.min(jnp.where(ends, tile, count), axis=-1), stop), stop)
+
+
 def seen(queries: Tokens, keys: Tokens) -> jax.Array:
     """The rule of the mask: bool, by broadcasting."""
     same = (queries.segments == keys.segments) & (queries.segments != 0)

@@ -29,13 +29,13 @@ from types import ModuleType
 
 import jax
 
-from longtrain.ops.kernels import mosaic, xla
+from longtrain.ops.kernels import cudnn, mosaic, triton, xla
 from longtrain.ops.kernels.workload import Settings, Workload
 from longtrain.ops.tiles import Tokens
 
-_MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic": mosaic}
+_MODULES: dict[str, ModuleType] = {"xla": xla, "triton": triton, "cudnn": cudnn, "mosaic": mosaic}
 
-_FUSED: dict[str, tuple[str, ...]] = {"cpu": (), "gpu": (), "tpu": ("mosaic",)}
+_FUSED: dict[str, tuple[str, ...]] = {"cpu": (), "gpu": ("cudnn", "triton"), "tpu": ("mosaic",)}
 """Of each platform the kernels made for it, the one to prefer first. Where none serves there is `xla`."""
 
 KERNELS = tuple(_MODULES)
