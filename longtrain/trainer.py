@@ -24,6 +24,7 @@ from longtrain.errors import NonFiniteError, Preempted
 from longtrain.evaluate import Evaluator
 from longtrain.metrics import Metrics, Progress, disk_errors
 from longtrain.parallel import process
+from longtrain.plan import backends
 from longtrain.resume import Position, run_record, starting_point
 from longtrain.state import State
 from longtrain.stopping import StopRequest
@@ -84,6 +85,7 @@ def train(config: Config) -> None:
         started = time.perf_counter()
         compilations = Compilations("train_step")
         train_step = built.train_step()
+        backends.check(built, train_step, say)
         if evaluate is not None:
             evaluate.compile()
         say(f"compiled in {time.perf_counter() - started:.1f} s")

@@ -176,7 +176,7 @@ def backend_mismatches(program: Program, asked: str) -> list[str]:
     wrong = {c.backend: c for c in program.collectives if c.kind == "collective-permute" and c.backend != asked}
     return [
         f"{_described(collective)} is carried by {got} and not by {asked}, which communication.backend asks for: "
-        f"take communication.backend={got}, or a jaxlib that has {asked}"
+        f"take communication.backend=auto for what there is, or a jaxlib that has {asked}"
         for got, collective in wrong.items()
     ]
 
