@@ -93,7 +93,7 @@ class Accounting:
           compilations: of the train step in this process.
         """
         config = self.build.config
-        context = self.build.mesh.shape["context"]
+        members = self.build.how.deal.members
         total_tokens = config.batch.sequences * config.sequence_length
         valid_tokens, padding = int(sums["valid_tokens"]), int(sums["padding_tokens"])
         stats = RowStats.of(sums["row_stats"])
@@ -108,7 +108,7 @@ class Accounting:
             "tokens_seen": self.tokens_seen,
             "documents": stats.documents,
             "padding_fraction": padding / total_tokens,
-            "attention_work_balance": stats.busiest_tiles * context / stats.tiles if stats.tiles else 1.0,
+            "attention_work_balance": stats.busiest_tiles * members / stats.tiles if stats.tiles else 1.0,
             "step_seconds": since.seconds / since.steps,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / self.build.mesh.size,

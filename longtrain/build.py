@@ -99,6 +99,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
         strategy=config.attention.strategy,
         layout=config.attention.layout,
         one_document=one_document,
+        ulysses_degree=config.attention.ulysses_degree,
     )
     try:
         kernel, kernel_reason = kernels.select(config.attention.kernel, work)
@@ -117,6 +118,9 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
         layout=order,
         kernel=kernel,
         one_document=one_document,
+        ulysses_degree=config.attention.ulysses_degree,
+        two_way=config.attention.two_way,
+        unroll=config.attention.unroll,
         remat=config.memory.remat,
         loss_chunk=config.memory.loss_chunk,
         mlp_chunk=config.memory.mlp_chunk,

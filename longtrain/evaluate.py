@@ -59,7 +59,7 @@ class Evaluator:
         batches = Batches(
             self._index,
             mesh=self._build.mesh,
-            layout=self._build.how.layout,
+            deal=self._build.how.deal,
             sequences=self._rows,
             first_row=0,
             prefetch=self._build.config.data.prefetch,

@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longtrain import layout
 from longtrain.build import Build, build
 from longtrain.checkpoint import Say
 from longtrain.config import Config
@@ -68,7 +67,7 @@ def generate(
     if not prompt or len(prompt) + tokens > length:
         message = f"must hold a prompt of at least one token ({len(prompt)} given) and {tokens} new tokens"
         raise ConfigError([Problem("sequence_length", length, message)])
-    order = layout.order(build.how.layout, length, build.mesh.shape["context"])
+    order = build.how.deal.order(length)
     place_of = np.argsort(order)
     rows = build.mesh.shape["data"] * build.mesh.shape["fsdp"]  # every shard of the batch needs a row: the same one
     cut = NamedSharding(build.mesh, spec("BS", ACTIVATION))

@@ -16,9 +16,14 @@ Why it matters: in causal attention late tokens see more than early ones, and a 
 the pace of its busiest shard. With one document a row, an even number of rounds is balanced exactly. With
 packed documents only small blocks are: every document is then spread over all shards.
 
+Where groups of context shards exchange heads for sequence (`attention.ulysses_degree`), a group is what is dealt to,
+and its shards cut what it gets into stretches: put together again, they are in the row's order too.
+
 Within a shard tokens keep the row's order. The permutation is applied once, by the data loader; nothing after
 it may lean on array indices. Numpy only: data is prepared without jax.
 """
+
+import dataclasses
 
 import numpy as np
 
@@ -105,12 +110,13 @@ def tile(layout: str, sequence_length: int, shards: int) -> int:
     return min(size * (TILE // size), sequence_length // shards)
 
 
-def work(layout: str, segments_S: np.ndarray, shards: int) -> np.ndarray:
+def work(layout: str, segments_S: np.ndarray, shards: int, *, two_way: bool = False) -> np.ndarray:
     """Attention tiles computed for one row: int64 [ring step, shard].
 
     `segments_S` numbers the row's documents in the row's own order (0 is padding); each document is one
-    stretch. In step t, shard i meets the keys of shard i - t. A ring's pace is the sum over steps of the
-    busiest shard.
+    stretch. In step t, shard i meets the keys of shard i - t. In a two-way ring half of its heads meet those of
+    shard i + t instead: a tile is then counted for each half. A ring's pace is the sum over steps of the busiest
+    shard.
     """
     length = len(segments_S)
     size = tile(layout, length, shards)
@@ -135,7 +141,31 @@ def work(layout: str, segments_S: np.ndarray, shards: int) -> np.ndarray:
         start = np.searchsorted(document[ends], document[first[filled]], side="left")
         met[:, source] = np.bincount(owner, np.maximum(stop - start, 0), minlength=shards)
     step, shard = np.ogrid[:shards, :shards]
-    return met[shard, (shard - step) % shards]
+    one_way = met[shard, (shard - step) % shards]
+    return one_way + met[shard, (shard + step) % shards] if two_way else one_way
+
+
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """How a run's rows are dealt to its context shards."""
+
+    layout: str
+    context: int
+    ulysses_degree: int = 1
+    two_way: bool = False
+
+    @property
+    def members(self) -> int:
+        """What a row is dealt to, and the members of a ring: the context shards, or groups of `ulysses_degree`."""
+        return self.context // self.ulysses_degree
+
+    def order(self, sequence_length: int) -> np.ndarray:
+        """The permutation, of which context shard i holds the i-th of `context` equal stretches: see `order`."""
+        return order(self.layout, sequence_length, self.members)
+
+    def work(self, segments_S: np.ndarray) -> np.ndarray:
+        """Attention tiles of a row by ring step and member: see `work`."""
+        return work(self.layout, segments_S, self.members, two_way=self.two_way)
 
 
 def _check_name(layout: str, legal: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from longtrain.config import ModelConfig
+from longtrain.layout import Deal
 from longtrain.ops.attention import SAVED_NAMES, attention
 from longtrain.ops.embedding import embed
 from longtrain.ops.loss import token_losses
@@ -49,10 +50,18 @@ class Execution:
     kernel: str
     one_document: bool
     """Each row is one document in order, with padding at its end only."""
+    ulysses_degree: int
+    two_way: bool
+    unroll: bool
     remat: str
     loss_chunk: int
     mlp_chunk: int | None
     compute_dtype: str
+
+    @property
+    def deal(self) -> Deal:
+        """How rows are dealt to the context shards."""
+        return Deal(self.layout, self.mesh.shape["context"], self.ulysses_degree, self.two_way)
 
 
 class Block(nnx.Module):
@@ -101,6 +110,9 @@ class Block(nnx.Module):
             layout=how.layout,
             kernel=how.kernel,
             one_document=how.one_document,
+            ulysses_degree=how.ulysses_degree,
+            two_way=how.two_way,
+            unroll=how.unroll,
         )
         x_BSD = x_BSD + constrain(jnp.einsum("bsnh,nhd->bsd", out_BSNH, weight("out_NHD")), "BSD", how.mesh)
         h_BSD = rms_norm(x_BSD, self.mlp_norm_D[...], self.epsilon)

@@ -93,7 +93,7 @@ def train(config: Config) -> None:
         batches = Batches(
             index,
             mesh=built.mesh,
-            layout=built.how.layout,
+            deal=built.how.deal,
             sequences=config.batch.sequences,
             first_row=position.rows_taken,
             prefetch=config.data.prefetch,

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tiny
-from longtrain import layout, model, state
+from longtrain import model, state
 from longtrain.build import Build, build
 from longtrain.config import Config, ModelConfig
 from longtrain.parallel.mesh import AXES
@@ -76,7 +76,7 @@ def parameters(config: ModelConfig, seed: int = 1) -> Tree:
 
 def place(built: Build, batch: Batch) -> dict[str, jax.Array]:
     """The batch on the devices, in the layout's order."""
-    order = layout.order(built.how.layout, built.config.sequence_length, built.mesh.shape["context"])
+    order = built.how.deal.order(built.config.sequence_length)
     specs = built.batch(len(batch["tokens"]))
     return {
         key: jax.device_put(array if key == "row_stats" else array[:, order], specs[key].sharding)
@@ -86,7 +86,7 @@ def place(built: Build, batch: Batch) -> dict[str, jax.Array]:
 
 def in_document_order(built: Build, array_BS: jax.Array) -> np.ndarray:
     """Undoes `place` for what is computed a token."""
-    order = layout.order(built.how.layout, built.config.sequence_length, built.mesh.shape["context"])
+    order = built.how.deal.order(built.config.sequence_length)
     return np.asarray(array_BS)[:, np.argsort(order)]
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import reference
+import steps
 from longtrain import layout
 from longtrain.ops.attention import SAVED_NAMES, attention
 from longtrain.ops.kernels import xla
@@ -31,7 +32,7 @@ def small_tiles(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program: mesh, strategy, layout, shape and dtype."""
+    """A program: mesh, strategy with its options, layout, shape and dtype."""
 
     name: str
     mesh: tuple[tuple[str, int], ...] = ()
@@ -41,16 +42,20 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 64
     dtype: type = jnp.float32
+    ulysses_degree: int = 1
+    two_way: bool = False
+    unroll: bool = False
 
     @functools.cached_property
     def order(self) -> np.ndarray:
-        return layout.order(self.layout, self.length, dict(self.mesh).get("context", 1))
+        return layout.order(self.layout, self.length, dict(self.mesh).get("context", 1) // self.ulysses_degree)
 
     @functools.cached_property
     def call(self):
         """attention(q, k, v, positions_BS=, segments_BS=), arrays in the layout's order."""
         mesh = make_mesh(**dict(self.mesh)) if self.mesh else None
-        return functools.partial(attention, mesh=mesh, strategy=self.strategy, layout=self.layout)
+        options = {"ulysses_degree": self.ulysses_degree, "two_way": self.two_way, "unroll": self.unroll}
+        return functools.partial(attention, mesh=mesh, strategy=self.strategy, layout=self.layout, **options)
 
     @functools.cached_property
     def compiled(self):
@@ -84,11 +89,12 @@ def case(name: str, strategy: str = "ring", layout: str = "dealt", *, mesh: str 
 CASES = [
     case("one device, odd length, groups of 3", layout="contiguous", length=77, heads=(3, 1), head_dim=96),
     case("ring 2, no groups", "ring", "zigzag", mesh="context=2", heads=(2, 2), head_dim=128),
-    case("ring 4", mesh="context=4"),
+    case("ring 4, two ways", mesh="context=4", two_way=True),
     case("ring 8, one kv head", "ring", "contiguous", mesh="context=8", length=88, heads=(4, 1)),
     case("all_gather 4, no even block", "all_gather", mesh="context=4", length=100),
     case("ulysses 2", "ulysses", "zigzag", mesh="context=2"),
     case("all axes", "ring", mesh="data=2 context=2 tensor=2"),
+    case("ring 2 over groups of 2, unrolled", "ring", "zigzag", mesh="context=4", ulysses_degree=2, unroll=True),
     case("one device, bfloat16", layout="contiguous", dtype=jnp.bfloat16),
     case("ring 2, fewer kv heads than tensor shards, bfloat16", mesh="context=2 tensor=4", dtype=jnp.bfloat16),
 ]
@@ -98,6 +104,23 @@ MORE_CASES = [
     case("rows over data and fsdp", mesh="data=2 fsdp=2"),
     case("ring 2, fewer kv heads than tensor shards", mesh="context=2 tensor=4", heads=(4, 2)),
     case("ring 2, one kv head on 4 tensor shards", mesh="context=2 tensor=4", heads=(4, 1)),
+    *[
+        case(f"ring {name} {mesh} degree {degree}", "ring", name, mesh=mesh, heads=(8, 4), ulysses_degree=degree)
+        for name in layout.LAYOUTS
+        for mesh, degree in (("context=2", 2), ("context=4", 4), ("context=8", 2), ("context=8", 4))
+    ],
+    case("ring 4 over groups of 2, two ways", mesh="context=8", heads=(8, 4), ulysses_degree=2, two_way=True),
+    case("ring 2 over groups of 2, odd blocks", mesh="context=4", length=100, ulysses_degree=2),
+    case("groups of 2 and all axes", mesh="fsdp=2 context=4", ulysses_degree=2, two_way=True, heads=(8, 4)),
+    case("groups of 2 and tensor", mesh="context=4 tensor=2", heads=(8, 4), ulysses_degree=2, dtype=jnp.bfloat16),
+    *[
+        case(f"ring {mesh}, two ways, unroll {unroll}", mesh=mesh, heads=(8, 4), two_way=True, unroll=unroll)
+        for mesh in ("context=2", "context=4", "context=8")
+        for unroll in (False, True)
+    ],
+    case("ring 4, two ways, bfloat16", mesh="context=4", two_way=True, dtype=jnp.bfloat16),
+    case("all_gather 4, unrolled, four heads", "all_gather", mesh="context=4", heads=(8, 4), unroll=True),
+    case("all_gather 8, one head", "all_gather", mesh="context=8", heads=(4, 1)),
     *[
         case(
             f"{strategy} {name} {mesh} {jnp.dtype(dtype).name}",
@@ -319,24 +342,65 @@ def arguments(B: int, S: int, N: int, K: int, H: int, dtype=jnp.bfloat16) -> lis
     return [jax.ShapeDtypeStruct((B, S, heads, H), dtype) for heads in (N, K, K)]
 
 
+def messages(jaxpr, primitive: str) -> dict[tuple, int]:
+    """How often each shape and dtype goes into a collective."""
+    found = collections.Counter()
+    for equation, times in equations(jaxpr):
+        if equation.primitive.name == primitive:
+            found[equation.invars[0].aval.shape, equation.invars[0].aval.dtype.type] += times
+    return {block: n for block, n in found.items() if n}
+
+
+def forward_and_both(call, qkv):
+    """The forward program, and the one of forward and backward."""
+    out = jax.eval_shape(call, *qkv)
+    both = jax.make_jaxpr(lambda *qkv: jax.vjp(call, *qkv)[1](jnp.ones(out.shape, out.dtype)))(*qkv)
+    return jax.make_jaxpr(call)(*qkv).jaxpr, both.jaxpr
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize(("degree", "two_way"), [(1, False), (1, True), (2, False), (2, True)])
 @pytest.mark.parametrize("shards", [2, 4, 8])
-def test_the_ring_shifts_kv_heads_alone_and_no_shift_is_wasted(shards):
-    call = functools.partial(attention, **plain_tokens(1, 64), mesh=make_mesh(context=shards))
-    qkv = arguments(1, 64, 8, 2, 16)
-    kv_block = ((2, 1, 2, 64 // shards, 16), jnp.bfloat16)
+def test_the_ring_shifts_kv_heads_alone_and_no_shift_is_wasted(shards, degree, two_way, unroll):
+    options = {"ulysses_degree": degree, "two_way": two_way, "unroll": unroll}
+    call = functools.partial(attention, **plain_tokens(1, 64), mesh=make_mesh(context=shards), **options)
+    forward, both = forward_and_both(call, arguments(1, 64, 8, 4, 16))
+    members, ways = shards // degree, 2 if two_way else 1
+    kv_block = ((2, 1, 4 // degree // ways, 64 // members, 16), jnp.bfloat16)
     gradient_block = (kv_block[0], jnp.float32)
-
-    def shifts(jaxpr):
-        found = collections.Counter()
-        for equation, times in equations(jaxpr):
+    if members == 1:
+        assert messages(forward, "ppermute") == messages(both, "ppermute") == {}
+        return
+    assert messages(forward, "ppermute") == {kv_block: ways * (members - 1)}
+    assert messages(both, "ppermute") == {kv_block: ways * 2 * (members - 1), gradient_block: ways * members}
+    if two_way:
+        sides = collections.Counter()
+        for equation, times in equations(forward):
             if equation.primitive.name == "ppermute":
-                found[equation.invars[0].aval.shape, equation.invars[0].aval.dtype.type] += times
-        return {block: n for block, n in found.items() if n}
+                sides[dict(equation.params["perm"])[0]] += times
+        assert sides == ({degree: 2} if members == 2 else {degree: members - 1, shards - degree: members - 1})
 
-    forward = jax.make_jaxpr(call)(*qkv)
-    assert shifts(forward.jaxpr) == {kv_block: shards - 1}
-    both = jax.make_jaxpr(lambda *qkv: jax.vjp(call, *qkv)[1](jnp.ones((1, 64, 8, 16), jnp.bfloat16)))(*qkv)
-    assert shifts(both.jaxpr) == {kv_block: 2 * (shards - 1), gradient_block: shards}
+
+@pytest.mark.parametrize(("unroll", "permutes"), [(False, 1), (True, 3)])
+def test_unrolled_the_steps_stand_one_after_the_other_in_the_program(unroll, permutes):
+    call = functools.partial(attention, **plain_tokens(1, 64), mesh=make_mesh(context=4), unroll=unroll)
+    lowered = jax.jit(call).lower(*arguments(1, 64, 2, 2, 16, jnp.float32))
+    program = lowered.compile(steps.QUICK).as_text()
+    assert program.count(" collective-permute(") == permutes
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_all_gather_takes_one_head_at_a_time_and_gathers_none_twice(kv_heads):
+    call = functools.partial(attention, **plain_tokens(1, 64), mesh=make_mesh(context=4), strategy="all_gather")
+    forward, both = forward_and_both(call, arguments(1, 64, 8, kv_heads, 16))
+    head, whole_head = (2, 1, 1, 16, 16), (2, 1, 1, 64, 16)
+
+    def gathered(jaxpr):
+        return {block: n for block, n in messages(jaxpr, "all_gather").items() if block[1] != jnp.int32}
+
+    assert gathered(forward) == {(head, jnp.bfloat16): kv_heads}
+    assert gathered(both) == {(head, jnp.bfloat16): 2 * kv_heads}
+    assert messages(both, "reduce_scatter") == {(whole_head, jnp.float32): kv_heads}
 
 
 def layers(call, policy=None, remat=True):
@@ -398,13 +462,21 @@ def test_the_program_does_not_grow_with_the_shards(strategy):
         ({}, (1, 64, 4, 2), {"kernel": "flash"}, "kernel 'flash' is not one of auto, xla"),
         ({}, (1, 64, 4, 2), {"layout": "snake"}, "layout 'snake' is not one of dealt, zigzag, contiguous"),
         ({}, (1, 64, 4, 3), {}, "4 query heads are not a multiple of 3 key/value heads"),
-        ({"context": 4}, (1, 66, 4, 2), {}, "sequence length 66 is not a multiple of 4"),
+        ({"context": 4}, (1, 66, 4, 2), {}, "sequence length 66 is not a multiple of context = 4"),
         ({"context": 4}, (1, 68, 4, 2), {"layout": "zigzag"}, "sequence length 68 is not a multiple of 8"),
         ({"data": 2, "fsdp": 2}, (2, 64, 4, 2), {}, "2 rows are not a multiple of data x fsdp = 4"),
         ({"tensor": 8}, (1, 64, 4, 2), {}, "4 query heads are not a multiple of tensor = 8"),
         ({"tensor": 4}, (1, 64, 12, 6), {}, "6 key/value heads can neither be split nor shared evenly over tensor = 4"),
         ({"context": 4}, (1, 64, 4, 2), {"strategy": "ulysses"}, "2 over tensor = 1.*4 shards.*legal .* 1, 2; or use"),
         ({"context": 2, "tensor": 2}, (1, 64, 4, 2), {"strategy": "ulysses"}, "2 over tensor = 2.*are 1; or use"),
+        ({"context": 4}, (1, 64, 4, 2), {"ulysses_degree": 4}, "= 4 must divide context = 4 and 2 key.*are 1, 2"),
+        ({"context": 4}, (1, 64, 4, 2), {"ulysses_degree": 0}, "ulysses_degree = 0 must divide.*legal are 1, 2"),
+        ({}, (1, 64, 4, 2), {"ulysses_degree": 2}, "ulysses_degree = 2 must divide context = 1.*legal are 1"),
+        ({"context": 2}, (1, 64, 4, 2), {"strategy": "all_gather", "two_way": True}, "only strategy ring takes them"),
+        ({"context": 2}, (1, 64, 4, 2), {"strategy": "ulysses", "ulysses_degree": 2}, "only strategy ring takes"),
+        ({"context": 2}, (1, 64, 4, 2), {"strategy": "ulysses", "unroll": True}, "no steps to unroll"),
+        ({"context": 2}, (1, 64, 3, 3), {"two_way": True}, "3 key/value heads.*not an even number"),
+        ({"context": 4}, (1, 64, 4, 2), {"two_way": True, "ulysses_degree": 2}, "over ulysses_degree = 2 are not"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(mesh, shape, options, message):

@@ -382,6 +382,34 @@ def test_a_bad_value_is_refused_by_key_with_what_is_legal(override: str, key: st
             "legal: 1, 2, or attention.strategy ring or all_gather",
         ),
         (
+            ["attention.ulysses_degree=4", "mesh.context=4"],
+            "attention.ulysses_degree",
+            "must divide mesh.context = 4 and the key/value heads of a device, 2 (model.num_kv_heads = 2 over "
+            "mesh.tensor = 1); legal: 1, 2",
+        ),
+        (["attention.ulysses_degree=2"], "attention.ulysses_degree", "must divide mesh.context = 1 and"),
+        (
+            ["attention.ulysses_degree=4", "mesh.context=-1"],  # one of these that divides it
+            "attention.ulysses_degree",
+            "legal: 1, 2",
+        ),
+        (
+            ["attention.ulysses_degree=2", "mesh.context=2", "attention.strategy=all_gather"],
+            "attention.ulysses_degree",
+            "must be 1: attention.strategy all_gather has no ring",
+        ),
+        (
+            ["attention.two_way=true", "mesh.context=2", "attention.strategy=ulysses"],
+            "attention.two_way",
+            "must be false: strategy ulysses has no ring",
+        ),
+        (
+            ["attention.two_way=true", "mesh.context=4", "attention.ulysses_degree=2"],
+            "attention.two_way",
+            "over attention.ulysses_degree = 2 are not an even number",
+        ),
+        (["attention.unroll=true", "attention.strategy=ulysses"], "attention.unroll", "strategy ulysses has no steps"),
+        (
             ["optimizer.decay=wsd", "optimizer.decay_fraction=0.5", "optimizer.warmup_steps=3"],
             "optimizer.decay_fraction",
             "at most 0.25",
@@ -428,6 +456,9 @@ def test_keys_that_do_not_go_together_are_refused(overrides: list[str], key: str
         ["memory.mlp_chunk=16", "mesh.context=4"],  # a device's whole part
         ["memory.mlp_chunk=24", "mesh.context=4"],  # more than that is the whole, too
         ["memory.mlp_chunk=24", "mesh.context=-1"],  # nobody knows yet
+        ["attention.ulysses_degree=2", "mesh.context=-1"],
+        ["attention.ulysses_degree=2", "mesh.context=4", "attention.layout=zigzag", "sequence_length=60"],
+        ["attention.two_way=true", "model.num_kv_heads=1"],  # one shard: nothing travels
         ["metrics.profile=[4, 4]"],
         ["eval.sequences=3", "mesh.data=4"],  # no evaluation is asked for
         ["eval.sequences=8", "mesh.data=4", "eval.every_steps=2", "data.eval_fraction=0.5"],

@@ -10,6 +10,7 @@ from documents import Documents
 from longtrain.data.inspect import inspect, inspect_step, render
 from longtrain.data.rows import RowIndex
 from longtrain.errors import ConfigError, DataError
+from longtrain.layout import Deal
 
 
 def index_of(**options) -> RowIndex:
@@ -48,13 +49,15 @@ def test_a_step_beyond_the_data_is_refused():
 
 def test_the_text_shows_documents_padding_and_shards():
     found = inspect(index_of(), step=1, sequences=3)
-    text = render(found, layout="zigzag", shards=2)
+    text = render(found, deal=Deal("zigzag", 2))
     assert text.count("context shard") == 3
     [split_row] = [row for row in found["rows"] if len(row["documents"]) == 1 and row["documents"][0]["start"] == 60]
     assert split_row["documents"][0]["end"] == 120
     assert re.search(r"source 0 +0 +60 +120 +60\b", text)
     assert "40.0% padding" in text
-    shown = render(found, layout="contiguous", shards=1, decode=lambda ids: f"[b]{len(ids)} ids[/b]")
+    groups = render(found, deal=Deal("dealt", 4, ulysses_degree=2))
+    assert groups.count("context shards") == 3 and "0 to 1" in groups and "2 to 3" in groups
+    shown = render(found, deal=Deal("contiguous", 1), decode=lambda ids: f"[b]{len(ids)} ids[/b]")
     assert "[b]16 ids[/b]" in shown
 
 

@@ -48,8 +48,9 @@ def index_of(documents: Documents | None = None, **options) -> RowIndex:
     return RowIndex(documents or Documents(LENGTHS), packing="best_fit", sequence_length=64, seed=0, **options)
 
 
-def batches_of(index: RowIndex, mesh: Mesh, **options) -> Batches:
-    settings = {"layout": "dealt", "sequences": 4, "first_row": 0, "prefetch": 2, "workers": 0} | options
+def batches_of(index: RowIndex, mesh: Mesh, layout: str = "dealt", **options) -> Batches:
+    deal = layouts.Deal(layout, mesh.shape["context"])
+    settings = {"deal": deal, "sequences": 4, "first_row": 0, "prefetch": 2, "workers": 0} | options
     return Batches(index, mesh=mesh, **settings)
 
 
@@ -88,14 +89,19 @@ def test_a_batch_is_the_indexs_rows_in_the_layouts_order(sizes, layout, closing)
             assert local == (4 // (mesh.shape["data"] * mesh.shape["fsdp"]), 64 // mesh.shape["context"])
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 4}, {"context": 4}], ids=str)
-def test_row_stats_count_a_row(sizes, closing):
+@pytest.mark.parametrize(
+    ("sizes", "ring"),
+    [({}, {}), ({"data": 4}, {}), ({"context": 4}, {}), ({"context": 4}, {"ulysses_degree": 2, "two_way": True})],
+    ids=str,
+)
+def test_row_stats_count_a_row(sizes, ring, closing):
     index, mesh = index_of(), mesh_of(**sizes)
-    stats = np.asarray(next(closing(batches_of(index, mesh)))["row_stats"])
+    deal = layouts.Deal("dealt", mesh.shape["context"], **ring)
+    stats = np.asarray(next(closing(batches_of(index, mesh, deal=deal)))["row_stats"])
     assert stats.dtype == np.uint32
     for number in range(4):
         row = index.row(number)
-        work = layouts.work("dealt", row.segments, mesh.shape["context"])
+        work = deal.work(row.segments)
         arrays = [getattr(row, name) for name in SEQUENCE_KEYS]
         assert from_limbs(stats[number, :4]) == hash_row(number, *arrays)
         assert stats[number, 4:].tolist() == [len(row.pieces), work.max(axis=1).sum(), work.sum()]

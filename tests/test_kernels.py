@@ -44,6 +44,8 @@ def test_a_workload_is_the_share_of_one_device():
     work = workload(tensor=4, kv_heads=2)
     assert (work.tokens, work.q_heads, work.kv_heads, work.capability) == (8192, 8, 1, "9.0")
     assert workload(jax.devices()[0]).platform == "cpu"
+    of_group = workload(ulysses_degree=2)
+    assert (of_group.tokens, of_group.context, of_group.q_heads, of_group.kv_heads) == (16384, 4, 16, 4)
 
 
 def test_cpu_takes_the_blockwise_kernel():

@@ -85,11 +85,13 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("ring", [{}, {"ulysses_degree": 2}, {"two_way": True}], ids=str)
 @pytest.mark.parametrize("name", layout.LAYOUTS)
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-def test_work_counts_the_tiles_that_attention_visits(name, lengths, shards=4):
-    segments = row(lengths)
-    order, size = layout.order(name, 2048, shards), layout.tile(name, 2048, shards)
+def test_work_counts_the_tiles_that_attention_visits(name, lengths, ring):
+    segments, deal = row(lengths), layout.Deal(name, 4 * ring.get("ulysses_degree", 1), **ring)
+    order, size, shards = deal.order(2048), layout.tile(name, 2048, 4), deal.members
+    assert shards == 4
     local = tiles.Tokens(*(jnp.asarray(x[order].reshape(shards, -1)) for x in (positions_of(segments), segments)))
     bounds = tiles.bounds(local, size)
 
@@ -98,8 +100,30 @@ def test_work_counts_the_tiles_that_attention_visits(name, lengths, shards=4):
         kv = tiles.Bounds(*(x[source][None] for x in bounds))
         return int((~tiles.empty(q, kv)).sum())
 
-    expected = [[visited(shard, (shard - step) % shards) for shard in range(shards)] for step in range(shards)]
-    assert layout.work(name, segments, shards).tolist() == expected
+    def met(way: int) -> np.ndarray:
+        steps, members = range(shards), range(shards)
+        return np.array([[visited(i, (i - way * step) % shards) for i in members] for step in steps])
+
+    expected = met(1) + met(-1) if deal.two_way else met(1)
+    np.testing.assert_array_equal(deal.work(segments), expected)
+
+
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+def test_the_shards_of_a_group_together_hold_what_their_member_of_the_ring_is_dealt(name):
+    """So that their tokens ascend when they are joined, and each tile of the joined sequence is one stretch."""
+    deal = layout.Deal(name, 8, ulysses_degree=2)
+    shards = deal.order(4096).reshape(8, -1)
+    groups = layout.order(name, 4096, 4).reshape(4, -1)
+    for group in range(4):
+        joined = np.concatenate(shards[2 * group : 2 * group + 2])
+        assert (joined == groups[group]).all() and (np.diff(joined) > 0).all()
+
+
+def test_packed_rows_over_groups_are_as_balanced_as_over_so_many_shards():
+    segments = row(list(np.random.default_rng(0).exponential(4096, 1000).astype(int) + 1))[:65536]
+    work = layout.Deal("dealt", 16, ulysses_degree=4).work(segments)
+    assert work.shape == (4, 4)
+    assert work.max(axis=1).sum() / work.mean(axis=1).sum() < 1.1
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)

@@ -15,6 +15,7 @@ import pytest
 import test_attention
 from longtrain.ops import all_gather, attention, ring, tiles, ulysses
 from longtrain.ops.kernels import xla
+from longtrain.parallel import group
 from test_attention import assert_exact, case, small_tiles  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.slow
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.slow
 RING = case("ring 4", mesh="context=4")
 GATHER = case("all_gather 4", "all_gather", mesh="context=4")
 ULYSSES = case("ulysses 2", "ulysses", mesh="context=2")
+TWO_WAYS = case("ring 4, two ways", mesh="context=4", two_way=True)
+GROUPS = case("ring 2 over groups of 2", mesh="context=4", ulysses_degree=2)
 SHARED_HEADS = case("fewer kv heads than tensor shards", mesh="context=2 tensor=4")
 
 
@@ -78,19 +81,19 @@ MUTANTS = [
         "(~is_empty).sum(dtype=jnp.int32)",
         "jnp.maximum((~is_empty).sum(dtype=jnp.int32) - 1, 1)",
     ),
-    Mutant("tokens do not travel with their keys", ring, "x[(me - step) % shards]", "x[me]"),
-    Mutant("tokens travel the wrong way", ring, "x[(me - step) % shards]", "x[(me + step) % shards]"),
+    Mutant("tokens do not travel with their keys", ring, "x[(me - way * step) % shards]", "x[me]"),
+    Mutant("tokens travel the wrong way", ring, "(me - way * step) % shards", "(me + way * step) % shards"),
     Mutant(
         "the last shift of the gradient is missing",
         ring,
-        "_shift(d_kv_2BKTH + add_d_kv_2BKTH, axis)",
+        "self._shift(d_kv_2BKTH + add_d_kv_2BKTH)",
         "d_kv_2BKTH + add_d_kv_2BKTH",
     ),
     Mutant(
         "the gradient stays while the keys go on",
         ring,
-        "_shift(kv_2BKTH, axis), _shift(d_kv_2BKTH, axis)",
-        "_shift(kv_2BKTH, axis), d_kv_2BKTH",
+        "self._shift(kv_2BKTH), self._shift(d_kv_2BKTH)",
+        "self._shift(kv_2BKTH), d_kv_2BKTH",
     ),
     Mutant(
         "the own block is seen twice, the last never",
@@ -166,23 +169,79 @@ MUTANTS = [
     Mutant(
         "gathered gradients are not summed",
         all_gather,
-        "lax.psum_scatter(d_kv_2BKSH, axis, scatter_dimension=SEQUENCE, tiled=True)",
-        "jnp.split(d_kv_2BKSH, lax.axis_size(axis), SEQUENCE)[0]",
+        "self.group.sum_and_part(d_kv_2B1SH, SEQUENCE)",
+        "jnp.split(d_kv_2B1SH, self.group.size, SEQUENCE)[0]",
         GATHER,
     ),
     Mutant(
         "gathered keys without their tokens",
         all_gather,
-        "lax.all_gather(x, axis, axis=1, tiled=True)",
-        "jnp.tile(x, (1, lax.axis_size(axis)))",
+        "row_tokens = gather_tokens(self.group, tokens)\n        q_KB1GTH",
+        "row_tokens = Tokens(*(jnp.tile(x, (1, self.group.size)) for x in tokens))\n        q_KB1GTH",
         GATHER,
     ),
     Mutant(
         "heads come home in the wrong order",
         ulysses,
-        "return _exchange(axis, arrays_BKGS,",
-        "return _exchange(axis, [x[:, :, ::-1] for x in arrays_BKGS],",
+        "return self._exchange(arrays_BKGS,",
+        "return self._exchange([x[:, :, ::-1] for x in arrays_BKGS],",
         ULYSSES,
+    ),
+    Mutant(
+        "a head's queries meet the next head's keys",
+        all_gather,
+        "attend(kv_2B1SH, q_B1GTH)",
+        "attend(self._gather(next_kv_2B1TH), q_B1GTH)",
+        GATHER,
+    ),
+    Mutant(
+        "the heads' gradients come home in the wrong order",
+        all_gather,
+        "d_kv.append(self._reduce(d_kv_2B1SH)[None])",
+        "d_kv.insert(0, self._reduce(d_kv_2B1SH)[None])",
+        GATHER,
+    ),
+    Mutant("both halves travel forward", ring, "self.group.shift(x, way)", "self.group.shift(x, 1)", TWO_WAYS),
+    Mutant(
+        "the tokens of both halves travel forward", ring, "(me - way * step) %", "(me - abs(way) * step) %", TWO_WAYS
+    ),
+    Mutant(
+        "the halves come home swapped",
+        ring,
+        "x_BK.reshape(ways, rows // ways, heads, *rest).swapaxes(0, 1)",
+        "x_BK.reshape(ways, rows // ways, heads, *rest)[::-1].swapaxes(0, 1)",
+        TWO_WAYS,
+    ),
+    Mutant(
+        "the rows of the halves take turns",
+        ring,
+        "jnp.tile(x, (len(self._ways), 1))",
+        "jnp.repeat(x, len(self._ways), axis=0)",
+        TWO_WAYS,
+    ),
+    Mutant("a ring of neighbours, not of groups", attention, ", stride=ulysses_degree)", ")", GROUPS),
+    Mutant("the shards of a group in the wrong order", group, ".tolist()", "[:, ::-1].tolist()", GROUPS),
+    Mutant("a shard takes its place for another", group, "// self.stride % self.size", "% self.size", GROUPS),
+    Mutant(
+        "a group's tokens are not joined",
+        ulysses,
+        "group_tokens = gather_tokens(self.group, tokens)\n        q_BKGSH, kv_BK2SH",
+        "group_tokens = Tokens(*(jnp.tile(x, (1, self.group.size)) for x in tokens))\n        q_BKGSH, kv_BK2SH",
+        GROUPS,
+    ),
+    Mutant(
+        "dK does not go home from its group",
+        ulysses,
+        "return dq_BKGTH, d_kv_BK2TH[:, :, 0], ",
+        "return dq_BKGTH, dk_BKSH.reshape(d_kv_BK2TH[:, :, 0].shape), ",
+        GROUPS,
+    ),
+    Mutant(
+        "statistics stay with the group",
+        ulysses,
+        "jnp.stack(self._to_sequence(*stats_2BKGS))",
+        "stats_2BKGS.reshape(2, *out_BKGTH.shape[:-1])",
+        GROUPS,
     ),
 ]
 
@@ -212,6 +271,6 @@ def test_a_broken_attention_is_caught(mutant, monkeypatch):
             assert_exact(dataclasses.replace(mutant.case))
 
 
-@pytest.mark.parametrize("case", [RING, GATHER, ULYSSES, SHARED_HEADS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [RING, GATHER, ULYSSES, TWO_WAYS, GROUPS, SHARED_HEADS], ids=lambda case: case.name)
 def test_what_the_mutants_are_made_from_is_right(case):
     assert_exact(dataclasses.replace(case))

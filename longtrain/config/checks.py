@@ -8,7 +8,7 @@ is known: at once where they are simulated and counted, else in `resolve_mesh`.
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
-from math import isqrt, prod
+from math import gcd, isqrt, prod
 from typing import Any
 
 from longtrain.config.reading import leaves
@@ -154,16 +154,12 @@ def _batch(values: Values) -> Iterator[Problem]:
         yield Problem("batch.sequences", sequences, message)
 
 
-@_needs("sequence_length", "mesh.context", "attention.layout")
+@_needs("sequence_length", "mesh.context", "attention.layout", "attention.ulysses_degree")
 def _sequence(values: Values) -> Iterator[Problem]:
-    length, context, layout = (
-        values["sequence_length"],
-        _product(values, "mesh.context"),
-        values["attention.layout"],
-    )
-    parts, what = (
-        (2 * context, "2 x mesh.context (zigzag)") if layout == "zigzag" else (context, "mesh.context")
-    )
+    length, context = values["sequence_length"], _product(values, "mesh.context")
+    # Zigzag halves what each member of the ring holds; of an even number of shards that is whole shards.
+    halved = values["attention.layout"] == "zigzag" and values["attention.ulysses_degree"] % 2
+    parts, what = (2 * context, "2 x mesh.context (zigzag)") if halved else (context, "mesh.context")
     if length % parts:
         message = f"must be a multiple of {what} = {parts}: {_multiples(length, parts)}"
         yield Problem("sequence_length", length, message)
@@ -216,21 +212,70 @@ def _parameter_shards(values: Values) -> Iterator[Problem]:
         yield Problem("model.embed_dim", embed, message)
 
 
+def _local_kv_heads(values: Values) -> tuple[int, str]:
+    """The key/value heads of a device, and how they come about. Query heads are in equal groups: what divides the
+    one divides the other."""
+    heads, tensor = values["model.num_kv_heads"], _product(values, "mesh.tensor")
+    local = max(heads // tensor, 1)
+    return local, f"the key/value heads of a device, {local} (model.num_kv_heads = {heads} over mesh.tensor = {tensor})"
+
+
 @_needs("attention.strategy", "model.num_kv_heads", "mesh.context", "mesh.tensor")
 def _ulysses(values: Values) -> Iterator[Problem]:
     """Ulysses exchanges the sequence's shards for shards of heads, on top of those over tensor."""
-    if values["attention.strategy"] != "ulysses":
-        return
-    tensor, context = _product(values, "mesh.tensor"), _product(values, "mesh.context")
-    # A device has both kinds of heads in equal groups: what divides its key/value heads divides its query heads.
-    local_kv_heads = max(values["model.num_kv_heads"] // tensor, 1)
-    if local_kv_heads % context:
+    local_kv_heads, told = _local_kv_heads(values)
+    context = _product(values, "mesh.context")
+    if values["attention.strategy"] == "ulysses" and local_kv_heads % context:
         message = (
-            f"with attention.strategy ulysses it must divide the key/value heads of a device, {local_kv_heads} "
-            f"(model.num_kv_heads = {values['model.num_kv_heads']} over mesh.tensor = {tensor}); "
+            f"with attention.strategy ulysses it must divide {told}; "
             f"legal: {_numbers(_divisors(local_kv_heads))}, or attention.strategy ring or all_gather"
         )
         yield Problem("mesh.context", context, message)
+
+
+@_needs("attention.strategy", "attention.ulysses_degree", "model.num_kv_heads", "mesh.context", "mesh.tensor")
+def _ulysses_degree(values: Values) -> Iterator[Problem]:
+    degree, strategy, context = values["attention.ulysses_degree"], values["attention.strategy"], values["mesh.context"]
+    if strategy != "ring":
+        if degree != 1:
+            yield Problem("attention.ulysses_degree", degree, f"must be 1: attention.strategy {strategy} has no ring")
+        return
+    local_kv_heads, told = _local_kv_heads(values)
+    both = local_kv_heads if context == -1 else gcd(context, local_kv_heads)
+    if both % degree:
+        message = f"must divide mesh.context = {context} and {told}; legal: {_numbers(_divisors(both))}"
+        yield Problem("attention.ulysses_degree", degree, message)
+
+
+@_needs(
+    "attention.strategy",
+    "attention.two_way",
+    "attention.ulysses_degree",
+    "model.num_kv_heads",
+    "mesh.context",
+    "mesh.tensor",
+)
+def _two_way(values: Values) -> Iterator[Problem]:
+    if not values["attention.two_way"]:
+        return
+    if values["attention.strategy"] != "ring":
+        yield Problem("attention.two_way", True, f"must be false: strategy {values['attention.strategy']} has no ring")
+        return
+    degree = values["attention.ulysses_degree"]
+    local_kv_heads, told = _local_kv_heads(values)
+    if values["mesh.context"] > 1 and local_kv_heads % degree == 0 and local_kv_heads // degree % 2:
+        message = (
+            f"must be false, since half of the heads goes each way and {told}, over attention.ulysses_degree = "
+            f"{degree} are not an even number"
+        )
+        yield Problem("attention.two_way", True, message)
+
+
+@_needs("attention.strategy", "attention.unroll")
+def _unroll(values: Values) -> Iterator[Problem]:
+    if values["attention.unroll"] and values["attention.strategy"] == "ulysses":
+        message = "must be false: strategy ulysses has no steps; legal with attention.strategy ring or all_gather"
+        yield Problem("attention.unroll", True, message)
 
 
 @_needs("model.num_heads", "model.num_kv_heads")

@@ -264,6 +264,22 @@ class AttentionConfig(Section):
     kernel: Literal["auto", "xla", "triton", "cudnn", "mosaic"] = Field(
         "auto", description="Block kernel; auto: picked by platform and shape, the log says which and why."
     )
+    ulysses_degree: Count = Field(
+        1,
+        description="Neighbouring context shards that exchange heads for sequence (ulysses), with the ring going round "
+        "such groups; divides `mesh.context` and the key/value heads of a device; 1: a ring of single shards. Strategy "
+        "ring only.",
+    )
+    two_way: bool = Field(
+        False,
+        description="Whether half of a device's key/value heads travels each way round the ring, for links that send "
+        "and receive at once; needs an even number of them, after `ulysses_degree`. Strategy ring only.",
+    )
+    unroll: bool = Field(
+        False,
+        description="Whether the steps of ring and all_gather stand one after the other in the program instead of in a "
+        "loop: for compilers that copy what a loop carries. The program grows with the number of steps.",
+    )
 
 
 class MemoryConfig(Section):

@@ -13,6 +13,7 @@ from longtrain.data import prepare
 from longtrain.data.rows import RowIndex
 from longtrain.data.rowsource import SEQUENCE_KEYS
 from longtrain.errors import ConfigError, Problem
+from longtrain.layout import Deal
 
 _DOCUMENTS_SHOWN = 12
 
@@ -37,7 +38,8 @@ def inspect_step(config: Config, step: int, log: Callable[[str], None]) -> tuple
         kernel=config.attention.kernel,
     )
     tokenizer = prepared.tokenizer()
-    text = render(found, layout=layout, shards=config.mesh.context, decode=tokenizer.decode)
+    deal = Deal(layout, config.mesh.context, config.attention.ulysses_degree, config.attention.two_way)
+    text = render(found, deal=deal, decode=tokenizer.decode)
     return found, f"{text}\nlayout {layout}: {reason}"
 
 
@@ -60,7 +62,7 @@ def inspect(index: RowIndex, *, step: int, sequences: int, first_row: int | None
     return {"step": step, "rows": rows}
 
 
-def render(found: dict[str, Any], *, layout: str, shards: int, decode: Callable[[list[int]], str] | None = None) -> str:
+def render(found: dict[str, Any], *, deal: Deal, decode: Callable[[list[int]], str] | None = None) -> str:
     """What `inspect` found, for people: each row's documents, padding, and each context shard's share of the
     work.
 
@@ -78,7 +80,7 @@ def render(found: dict[str, Any], *, layout: str, shards: int, decode: Callable[
                 markup=False,
             )
             console.print(_documents_table(row, decode))
-            console.print(_shards_table(segments_S, layout, shards))
+            console.print(_shards_table(segments_S, deal))
     return captured.get().rstrip()
 
 
@@ -107,20 +109,22 @@ def _documents_table(row: dict[str, Any], decode: Callable[[list[int]], str] | N
     return table
 
 
-def _shards_table(segments_S: np.ndarray, layout: str, shards: int) -> Table:
-    """A line a context shard: its tokens, its attention tiles in all ring steps, and its busiest step."""
-    work = layouts.work(layout, segments_S, shards)
-    local = segments_S[layouts.order(layout, len(segments_S), shards)].reshape(shards, -1)
-    mean = max(1.0, float(work.sum()) / shards)
+def _shards_table(segments_S: np.ndarray, deal: Deal) -> Table:
+    """A line a context shard, or a group of them: its tokens, its attention tiles in all ring steps, and its busiest
+    step."""
+    work, degree = deal.work(segments_S), deal.ulysses_degree
+    local = segments_S[deal.order(len(segments_S))].reshape(deal.members, -1)
+    mean = max(1.0, float(work.sum()) / deal.members)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("context shard", "tokens", "pieces", "attention tiles", "of the mean", "tiles by ring step"):
+    who = "context shard" if degree == 1 else "context shards"
+    for name in (who, "tokens", "pieces", "attention tiles", "of the mean", "tiles by ring step"):
         table.add_column(name, justify="right")
-    for shard in range(shards):
-        held = local[shard][local[shard] > 0]
-        tiles = int(work[:, shard].sum())
-        steps = " ".join(str(count) for count in work[:, shard].tolist())
+    for member in range(deal.members):
+        held = local[member][local[member] > 0]
+        tiles = int(work[:, member].sum())
+        steps = " ".join(str(count) for count in work[:, member].tolist())
         table.add_row(
-            str(shard),
+            str(member) if degree == 1 else f"{member * degree} to {member * degree + degree - 1}",
             f"{len(held):,}",
             str(len(np.unique(held))),
             f"{tiles:,}",

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from longtrain.data.rows import RowIndex
 from longtrain.data.rowsource import ROW_STATS, SEQUENCE_KEYS, RowSource
 from longtrain.errors import DataError
+from longtrain.layout import Deal
 
 Batch = dict[str, jax.Array]
 
@@ -30,7 +31,7 @@ class Batches:
     """An iterator of global batches, each process loading only the rows that its devices hold.
 
     A batch has `tokens`, `targets`, `positions`, `segments` (int32) and `weights` (float32), [B, S], sharded
-    over ((data, fsdp), context) and in the layout's order along S, and `row_stats` (uint32 [B, 7], see
+    over ((data, fsdp), context) and dealt along S, and `row_stats` (uint32 [B, 7], see
     rowsource.ROW_STATS), sharded over (data, fsdp).
 
     `next` raises DataError where a row cannot be made, a worker died, or the rows are used up (on all
@@ -42,7 +43,7 @@ class Batches:
         index: RowIndex,
         *,
         mesh: Mesh,
-        layout: str,
+        deal: Deal,
         sequences: int,
         first_row: int,
         prefetch: int,
@@ -58,7 +59,7 @@ class Batches:
         held = self._sharding.addressable_devices_indices_map((sequences, length)).values()
         rows_held = [range(sequences)[index[0]] for index in held if index is not None]
         self._places = sorted(set().union(*rows_held))
-        source = RowSource(index, layout, mesh.shape["context"], first_row, sequences, tuple(self._places))
+        source = RowSource(index, deal, first_row, sequences, tuple(self._places))
         self._rows = _read_ahead(source, prefetch * len(self._places), workers)
         self._placer = ThreadPoolExecutor(1, thread_name_prefix="place-batch")
         self._placed: Future[Batch] = self._placer.submit(self._place_next)

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longtrain import layout as layouts
 from longtrain.data.hashing import LIMBS, from_limbs, hash_row, to_limbs
 from longtrain.data.rows import Row, RowIndex
+from longtrain.layout import Deal
 
 SEQUENCE_KEYS = ("tokens", "targets", "positions", "segments", "weights")
 ROW_STATS = LIMBS + 3
 """`row_stats` of a row, uint32 [7]: its hash as four 16-bit limbs, the low one first (they add up over rows,
-see hashing.from_limbs); its pieces of documents; the busiest shard's attention tiles, summed over ring steps;
-and all shards' tiles."""
+see hashing.from_limbs); its pieces of documents; the busiest ring member's attention tiles, summed over ring steps;
+and all members' tiles."""
 
 
 class RowStats(NamedTuple):
@@ -42,8 +42,7 @@ class RowSource:
     """
 
     index: RowIndex
-    layout: str
-    shards: int
+    deal: Deal
     first_row: int
     sequences: int
     places: tuple[int, ...]
@@ -57,13 +56,13 @@ class RowSource:
         batch, place = divmod(item, len(self.places))
         number = self.first_row + batch * self.sequences + self.places[place]
         row = self.index.row(number)
-        order_S = layouts.order(self.layout, self.index.sequence_length, self.shards)
+        order_S = self.deal.order(self.index.sequence_length)
         arrays = {name: getattr(row, name)[order_S] for name in SEQUENCE_KEYS}
-        return arrays | {"row_stats": row_stats(number, row, self.layout, self.shards)}
+        return arrays | {"row_stats": row_stats(number, row, self.deal)}
 
 
-def row_stats(number: int, row: Row, layout: str, shards: int) -> np.ndarray:
+def row_stats(number: int, row: Row, deal: Deal) -> np.ndarray:
     """What is counted of row `number` for the metrics: uint32 [7], as ROW_STATS says."""
-    work = layouts.work(layout, row.segments, shards)
+    work = deal.work(row.segments)
     hashed = to_limbs(hash_row(number, row.tokens, row.targets, row.positions, row.segments, row.weights))
     return np.array([*hashed, len(row.pieces), work.max(axis=1).sum(), work.sum()], np.uint32)

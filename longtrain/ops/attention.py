@@ -5,10 +5,8 @@ strategies `ring`, `all_gather` and `ulysses` (which blocks meet on which shard)
 Here: the checks, the way onto the mesh and back, and the one derivative rule that all strategies share.
 """
 
-import dataclasses
 import functools
 import math
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +17,12 @@ from jax.sharding import Mesh, PartitionSpec
 from longtrain import layout as layouts
 from longtrain.ops import all_gather, kernels, ring, ulysses
 from longtrain.ops.kernels.workload import Settings, Workload, interpreting
+from longtrain.ops.strategy import Alone, Strategy
 from longtrain.ops.tiles import Tokens
+from longtrain.parallel import group
 from longtrain.parallel.sharding import BATCH_AXES
 
-STRATEGIES: dict[str, ModuleType] = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
+STRATEGIES = ("ring", "all_gather", "ulysses")
 
 SAVED_NAMES = ("attention_out", "attention_lse")
 """What a remat policy must save (both) so that the backward pass does not run attention's forward again."""
@@ -41,6 +41,9 @@ def attention(
     kernel: str = "auto",
     scale: float | None = None,
     one_document: bool = False,
+    ulysses_degree: int = 1,
+    two_way: bool = False,
+    unroll: bool = False,
 ) -> jax.Array:
     """Attention of each query over its own document's keys up to its own position: out_BSNH, in q's dtype.
 
@@ -54,17 +57,23 @@ def attention(
     `scale` multiplies the scores: 1 / sqrt(H) unless given. `one_document` promises that each row is one document
     in order, from position 0, with padding at its end only: some kernels serve no other rows.
 
+    Of strategy ring: `ulysses_degree` neighbouring context shards exchange heads for sequence, and the ring is
+    over such groups; rows are then best dealt to the groups, `layout.order(layout, S, context / ulysses_degree)`.
+    `two_way`: half of the key/value heads travels each way. Of ring and all_gather: `unroll`, their steps one after
+    the other in the program instead of a loop.
+
     Raises ValueError, with the numbers, for arguments that do not fit each other or the mesh, and for a kernel that
     cannot serve them.
     """
     axis_sizes = {name: mesh.shape.get(name, 1) if mesh else 1 for name in (*BATCH_AXES, "context", "tensor")}
-    _check(q_BSNH, k_BSKH, v_BSKH, positions_BS, segments_BS, axis_sizes, strategy)
+    _check(q_BSNH, k_BSKH, v_BSKH, positions_BS, segments_BS, axis_sizes, strategy, ulysses_degree, two_way, unroll)
     _, S, N, H = q_BSNH.shape
     shards = axis_sizes["context"]
+    members = shards // ulysses_degree
     settings = Settings(
         scale=1 / math.sqrt(H) if scale is None else float(scale),
-        tile=layouts.tile(layout, S, shards),
-        block=layouts.block(layout, S, shards),
+        tile=layouts.tile(layout, S, members),
+        block=layouts.block(layout, S, members),
         interpret=interpreting(),
     )
     work = Workload.on(
@@ -79,44 +88,52 @@ def attention(
         strategy=strategy,
         layout=layout,
         one_document=one_document,
+        ulysses_degree=ulysses_degree,
     )
-    call = _Call(
-        strategy=strategy,
-        context_axis="context" if shards > 1 else None,
-        kernel=kernels.Kernel(kernels.select(kernel, work)[0], settings),
-    )
-    return _attention(call, mesh, q_BSNH, k_BSKH, v_BSKH, Tokens(positions_BS, segments_BS))
+    block_kernel = kernels.Kernel(kernels.select(kernel, work)[0], settings)
+    chosen = _strategy(strategy, block_kernel, shards, ulysses_degree, two_way, unroll)
+    return _attention(chosen, mesh, q_BSNH, k_BSKH, v_BSKH, Tokens(positions_BS, segments_BS))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The static part of a call. `context_axis` is None where one shard holds whole rows."""
-
-    strategy: str
-    context_axis: str | None
-    kernel: kernels.Kernel
+def _strategy(
+    name: str, kernel: kernels.Kernel, shards: int, ulysses_degree: int, two_way: bool, unroll: bool
+) -> Strategy:
+    """The strategy of this name over so many context shards."""
+    alone = Alone(kernel)
+    if shards == 1:
+        return alone
+    everyone = group.Group("context", shards)
+    if name == "all_gather":
+        return all_gather.AllGather(kernel, everyone, unroll)
+    if name == "ulysses" or ulysses_degree == shards:
+        return ulysses.Ulysses(everyone, alone)
+    if ulysses_degree == 1:
+        return ring.Ring(kernel, everyone, two_way, unroll)
+    neighbours = group.Group("context", ulysses_degree)
+    over_groups = group.Group("context", shards // ulysses_degree, stride=ulysses_degree)
+    return ulysses.Ulysses(neighbours, ring.Ring(kernel, over_groups, two_way, unroll))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attention(
-    call: _Call, mesh: Mesh | None, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens
+    strategy: Strategy, mesh: Mesh | None, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens
 ) -> jax.Array:
     if mesh is None:
-        return _on_shard(call, q_BSNH, k_BSKH, v_BSKH, tokens)
+        return _on_shard(strategy, q_BSNH, k_BSKH, v_BSKH, tokens)
 
     def axes(*names: str) -> tuple[str, ...] | None:
         return tuple(name for name in names if name in mesh.shape) or None
 
     rows, sequence, heads = axes(*BATCH_AXES), axes("context"), axes("tensor")
     kv_heads, tensor = k_BSKH.shape[2], mesh.shape.get("tensor", 1)
-    on_shard = functools.partial(_on_shard, call)
+    on_shard = functools.partial(_on_shard, strategy)
     kv_spec = PartitionSpec(rows, sequence, heads)
     if kv_heads < tensor:
         # All key/value heads are on every tensor shard, which takes the one its query heads read. Their
         # gradients are summed over the shards by shard_map: in float32, because they go in as float32.
         kv_spec = PartitionSpec(rows, sequence)
         k_BSKH, v_BSKH = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
-        on_shard = functools.partial(_on_replicated_shard, call, tensor // kv_heads)
+        on_shard = functools.partial(_on_replicated_shard, strategy, tensor // kv_heads)
     # With check_vma every loop carry would need a cast to varying; the specs say all that is needed.
     return jax.shard_map(
         on_shard,
@@ -128,22 +145,22 @@ def _attention(
 
 
 def _on_replicated_shard(
-    call: _Call, sharers: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens
+    strategy: Strategy, sharers: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens
 ) -> jax.Array:
     """`_on_shard` where `sharers` tensor shards share one key/value head."""
     head = lax.axis_index("tensor") // sharers
     k_BT1H, v_BT1H = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_BTKH, v_BTKH))
-    return _on_shard(call, q_BTNH, k_BT1H, v_BT1H, tokens)
+    return _on_shard(strategy, q_BTNH, k_BT1H, v_BT1H, tokens)
 
 
-def _on_shard(call: _Call, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens) -> jax.Array:
+def _on_shard(strategy: Strategy, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tokens: Tokens) -> jax.Array:
     """One shard's part: heads before the sequence, query heads grouped by the key/value head they read."""
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BTNH, k_BTKH, v_BTKH = (_blank_padding(x, tokens) for x in (q_BTNH, k_BTKH, v_BTKH))
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     k_BKTH, v_BKTH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
-    out_BKGTH = _differentiable(call, q_BKGTH, k_BKTH, v_BKTH, tokens)
+    out_BKGTH = _differentiable(strategy, q_BKGTH, k_BKTH, v_BKTH, tokens)
     return _blank_padding(out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H), tokens)
 
 
@@ -153,40 +170,33 @@ def _blank_padding(x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: _Call, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens) -> jax.Array:
+def _differentiable(
+    strategy: Strategy, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
+) -> jax.Array:
     """A shard's attention, in q's dtype, with one derivative rule for the whole distributed operation."""
-    return _differentiable_forward(call, q_BKGTH, k_BKTH, v_BKTH, tokens)[0]
+    return _differentiable_forward(strategy, q_BKGTH, k_BKTH, v_BKTH, tokens)[0]
 
 
 def _differentiable_forward(
-    call: _Call, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
+    strategy: Strategy, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, tuple]:
     # Partial evaluation under jax.checkpoint takes what depends on the tokens alone for known, and would save
     # the masks of every loop step. The barrier ties them to q.
     q, k, v, known = lax.optimization_barrier((q_BKGTH, k_BKTH, v_BKTH, tokens))
     k, v = k.astype(q.dtype), v.astype(q.dtype)
-    if call.context_axis is None:
-        out_BKGTH, stats_2BKGT = call.kernel.forward(q, k, v, known, known)
-    else:
-        strategy = STRATEGIES[call.strategy]
-        out_BKGTH, stats_2BKGT = strategy.forward(call.kernel, call.context_axis, q, k, v, known)
+    out_BKGTH, stats_2BKGT = strategy.forward(q, k, v, known)
     # Named here, inside the rule: names on the outputs of a custom_vjp are no use to a remat policy.
     out_BKGTH = checkpoint_name(out_BKGTH.astype(q.dtype), SAVED_NAMES[0])
     stats_2BKGT = checkpoint_name(stats_2BKGT, SAVED_NAMES[1])
     return out_BKGTH, (q_BKGTH, k_BKTH, v_BKTH, tokens, out_BKGTH, stats_2BKGT)
 
 
-def _differentiable_backward(call: _Call, residuals: tuple, d_out_BKGTH: jax.Array) -> tuple:
+def _differentiable_backward(strategy: Strategy, residuals: tuple, d_out_BKGTH: jax.Array) -> tuple:
     # The barrier keeps XLA from merging the backward's transfers of k and v with the forward's, which would
     # keep every received block alive in between.
     q, k, v, tokens, out, stats, d_out = lax.optimization_barrier((*residuals, d_out_BKGTH))
     delta_BKGT = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    arrays = (q, k.astype(q.dtype), v.astype(q.dtype), d_out, stats, delta_BKGT)
-    if call.context_axis is None:
-        grads = call.kernel.backward(*arrays, tokens, tokens)
-    else:
-        strategy = STRATEGIES[call.strategy]
-        grads = strategy.backward(call.kernel, call.context_axis, *arrays, tokens)
+    grads = strategy.backward(q, k.astype(q.dtype), v.astype(q.dtype), d_out, stats, delta_BKGT, tokens)
     return (*(grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None)
 
 
@@ -201,6 +211,9 @@ def _check(
     segments_BS: jax.Array,
     axis_sizes: dict[str, int],
     strategy: str,
+    ulysses_degree: int,
+    two_way: bool,
+    unroll: bool,
 ) -> None:
     """Raises ValueError where shapes do not fit each other, the mesh or the strategy."""
     if strategy not in STRATEGIES:
@@ -226,10 +239,31 @@ def _check(
         raise ValueError(f"{N} query heads are not a multiple of tensor = {tensor}")
     if K % tensor and tensor % K:
         raise ValueError(f"{K} key/value heads can neither be split nor shared evenly over tensor = {tensor}")
+    if S % context:
+        raise ValueError(f"sequence length {S} is not a multiple of context = {context}")
     local_kv_heads = max(K // tensor, 1)
+    held = f"{local_kv_heads} key/value heads ({K} over tensor = {tensor})"
     if strategy == "ulysses" and local_kv_heads % context:
-        legal = ", ".join(str(n) for n in range(1, local_kv_heads + 1) if local_kv_heads % n == 0)
+        legal = ", ".join(map(str, _divisors(local_kv_heads)))
         raise ValueError(
-            f"ulysses deals {local_kv_heads} key/value heads ({K} over tensor = {tensor}) to the {context} "
-            f"shards of context: legal for context are {legal}; or use strategy ring or all_gather"
+            f"ulysses deals {held} to the {context} shards of context: legal for context are {legal}; "
+            "or use strategy ring or all_gather"
         )
+    if strategy != "ring" and (ulysses_degree != 1 or two_way):
+        raise ValueError(f"ulysses_degree = {ulysses_degree} and two_way = {two_way}: only strategy ring takes them")
+    if strategy == "ulysses" and unroll:
+        raise ValueError("unroll: strategy ulysses has no steps to unroll; only ring and all_gather have")
+    if ulysses_degree < 1 or math.gcd(context, local_kv_heads) % ulysses_degree:
+        legal = ", ".join(map(str, _divisors(math.gcd(context, local_kv_heads))))
+        raise ValueError(
+            f"ulysses_degree = {ulysses_degree} must divide context = {context} and {held}: legal are {legal}"
+        )
+    if two_way and context > 1 and local_kv_heads // ulysses_degree % 2:
+        raise ValueError(
+            f"two_way sends half of the key/value heads each way: {held} over ulysses_degree = {ulysses_degree} "
+            "are not an even number"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

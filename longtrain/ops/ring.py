@@ -16,89 +16,139 @@ step's compute. Every block's sum ends on the shard before its home; one last sh
 
 Only the key/value heads travel, K and V in one message. Which tokens a block holds (two int32 each, 8 MB for
 a million tokens) is told to all shards at once ahead of the ring, so that a step is a single message.
+
+Two ways: with `two_way` one half of the key/value heads travels forward and the other half back, each in half the
+messages' size, which uses both directions of links that have two (TPU ICI). The halves are rows of their own to
+all that is written here, and only a shift and a block's tokens tell them apart.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from longtrain.ops import tiles
 from longtrain.ops.kernels import Kernel
+from longtrain.ops.strategy import Gradients, Result, repeat
 from longtrain.ops.tiles import Tokens
-
-Result = tuple[jax.Array, jax.Array]
-"""Attention over some of the keys: out_BKGTH and stats_2BKGT (peak, total), float32."""
+from longtrain.parallel.group import Group
 
 
-def forward(
-    kernel: Kernel, axis: str, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
-) -> Result:
-    """This shard's queries over the keys of all shards. Call in shard_map; `axis` is the ring's mesh axis."""
-    shards = lax.axis_size(axis)
-    block_tokens = _gather_tokens(tokens, axis)
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """A ring over `group`, of at least 2 shards. `unroll`: its steps one after the other in the program, not a loop."""
 
-    def attend(step: jax.Array | int, kv_2BKTH: jax.Array) -> Result:
-        k_BKTH, v_BKTH = kv_2BKTH
-        return kernel.forward(q_BKGTH, k_BKTH, v_BKTH, tokens, block_tokens(step))
+    kernel: Kernel
+    group: Group
+    two_way: bool = False
+    unroll: bool = False
 
-    Carry = tuple[jax.Array, Result]
+    def forward(self, q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens) -> Result:
+        """See `strategy.Strategy`."""
+        shards = self.group.size
+        block_tokens = self._gather_tokens(tokens)
+        tokens = self._for_each_way(tokens)
+        q_BKGTH, k_BKTH, v_BKTH = (self._part(x) for x in (q_BKGTH, k_BKTH, v_BKTH))
 
-    def shift_and_attend(carry: Carry, step: jax.Array) -> tuple[Carry, None]:
-        kv_2BKTH, result = carry
-        next_kv_2BKTH = _shift(kv_2BKTH, axis)
-        return (next_kv_2BKTH, merge(result, attend(step, kv_2BKTH))), None
+        def attend(step: jax.Array | int, kv_2BKTH: jax.Array) -> Result:
+            k_BKTH, v_BKTH = kv_2BKTH
+            return self.kernel.forward(q_BKGTH, k_BKTH, v_BKTH, tokens, block_tokens(step))
 
-    unseen = jnp.full(q_BKGTH.shape[:-1], tiles.UNSEEN, jnp.float32)
-    nothing = (jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.stack((unseen, jnp.ones_like(unseen))))
-    carry = (jnp.stack((k_BKTH, v_BKTH)), nothing)
-    (kv_2BKTH, result), _ = lax.scan(shift_and_attend, carry, jnp.arange(shards - 1))
-    return merge(result, attend(shards - 1, kv_2BKTH))
+        Carry = tuple[jax.Array, Result]
 
+        def shift_and_attend(carry: Carry, step: jax.Array) -> tuple[Carry, None]:
+            kv_2BKTH, result = carry
+            next_kv_2BKTH = self._shift(kv_2BKTH)
+            return (next_kv_2BKTH, merge(result, attend(step, kv_2BKTH))), None
 
-def backward(
-    kernel: Kernel,
-    axis: str,
-    q_BKGTH: jax.Array,
-    k_BKTH: jax.Array,
-    v_BKTH: jax.Array,
-    d_out_BKGTH: jax.Array,
-    stats_2BKGT: jax.Array,
-    delta_BKGT: jax.Array,
-    tokens: Tokens,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq_BKGTH, dk_BKTH and dv_BKTH of this shard, float32. `stats` are over the keys of all shards."""
-    shards = lax.axis_size(axis)
-    block_tokens = _gather_tokens(tokens, axis)
+        unseen = jnp.full(q_BKGTH.shape[:-1], tiles.UNSEEN, jnp.float32)
+        nothing = (jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.stack((unseen, jnp.ones_like(unseen))))
+        carry = (jnp.stack((k_BKTH, v_BKTH)), nothing)
+        (kv_2BKTH, result), _ = repeat(shift_and_attend, carry, jnp.arange(shards - 1), unroll=self.unroll)
+        out_BKGTH, stats_2BKGT = merge(result, attend(shards - 1, kv_2BKTH))
+        return self._join(out_BKGTH), jnp.stack([self._join(x) for x in stats_2BKGT])
 
-    def differentiate(step: jax.Array | int, kv_2BKTH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k_BKTH, v_BKTH = kv_2BKTH
-        dq_BKGTH, dk_BKTH, dv_BKTH = kernel.backward(
-            q_BKGTH, k_BKTH, v_BKTH, d_out_BKGTH, stats_2BKGT, delta_BKGT, tokens, block_tokens(step)
+    def backward(
+        self,
+        q_BKGTH: jax.Array,
+        k_BKTH: jax.Array,
+        v_BKTH: jax.Array,
+        d_out_BKGTH: jax.Array,
+        stats_2BKGT: jax.Array,
+        delta_BKGT: jax.Array,
+        tokens: Tokens,
+    ) -> Gradients:
+        """See `strategy.Strategy`."""
+        shards = self.group.size
+        block_tokens = self._gather_tokens(tokens)
+        tokens = self._for_each_way(tokens)
+        q_BKGTH, k_BKTH, v_BKTH, d_out_BKGTH, delta_BKGT, *stats = (
+            self._part(x) for x in (q_BKGTH, k_BKTH, v_BKTH, d_out_BKGTH, delta_BKGT, *stats_2BKGT)
         )
-        return dq_BKGTH, jnp.stack((dk_BKTH, dv_BKTH))
+        stats_2BKGT = jnp.stack(stats)
 
-    Carry = tuple[jax.Array, jax.Array, jax.Array]
+        def differentiate(step: jax.Array | int, kv_2BKTH: jax.Array) -> tuple[jax.Array, jax.Array]:
+            k_BKTH, v_BKTH = kv_2BKTH
+            dq_BKGTH, dk_BKTH, dv_BKTH = self.kernel.backward(
+                q_BKGTH, k_BKTH, v_BKTH, d_out_BKGTH, stats_2BKGT, delta_BKGT, tokens, block_tokens(step)
+            )
+            return dq_BKGTH, jnp.stack((dk_BKTH, dv_BKTH))
 
-    def shift_and_differentiate(carry: Carry, step: jax.Array) -> tuple[Carry, None]:
+        Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+        def shift_and_differentiate(carry: Carry, step: jax.Array) -> tuple[Carry, None]:
+            kv_2BKTH, d_kv_2BKTH, dq_BKGTH = carry
+            next_kv_2BKTH, d_kv_2BKTH = self._shift(kv_2BKTH), self._shift(d_kv_2BKTH)
+            add_dq_BKGTH, add_d_kv_2BKTH = differentiate(step, kv_2BKTH)
+            return (next_kv_2BKTH, d_kv_2BKTH + add_d_kv_2BKTH, dq_BKGTH + add_dq_BKGTH), None
+
+        # The first step has no gradient to shift yet and the last no more keys: they are outside the loop.
+        kv_2BKTH = jnp.stack((k_BKTH, v_BKTH))
+        next_kv_2BKTH = self._shift(kv_2BKTH)
+        dq_BKGTH, d_kv_2BKTH = differentiate(0, kv_2BKTH)
+
+        carry = (next_kv_2BKTH, d_kv_2BKTH, dq_BKGTH)
+        carry, _ = repeat(shift_and_differentiate, carry, jnp.arange(1, shards - 1), unroll=self.unroll)
         kv_2BKTH, d_kv_2BKTH, dq_BKGTH = carry
-        next_kv_2BKTH, d_kv_2BKTH = _shift(kv_2BKTH, axis), _shift(d_kv_2BKTH, axis)
-        add_dq_BKGTH, add_d_kv_2BKTH = differentiate(step, kv_2BKTH)
-        return (next_kv_2BKTH, d_kv_2BKTH + add_d_kv_2BKTH, dq_BKGTH + add_dq_BKGTH), None
 
-    # The first step has no gradient to shift yet and the last no more keys: they are outside the loop.
-    kv_2BKTH = jnp.stack((k_BKTH, v_BKTH))
-    next_kv_2BKTH = _shift(kv_2BKTH, axis)
-    dq_BKGTH, d_kv_2BKTH = differentiate(0, kv_2BKTH)
+        d_kv_2BKTH = self._shift(d_kv_2BKTH)
+        add_dq_BKGTH, add_d_kv_2BKTH = differentiate(shards - 1, kv_2BKTH)
+        dk_BKTH, dv_BKTH = self._shift(d_kv_2BKTH + add_d_kv_2BKTH)
+        return self._join(dq_BKGTH + add_dq_BKGTH), self._join(dk_BKTH), self._join(dv_BKTH)
 
-    carry = (next_kv_2BKTH, d_kv_2BKTH, dq_BKGTH)
-    (kv_2BKTH, d_kv_2BKTH, dq_BKGTH), _ = lax.scan(shift_and_differentiate, carry, jnp.arange(1, shards - 1))
+    @property
+    def _ways(self) -> tuple[int, ...]:
+        """Places that each part of the key/value heads moves on in a step."""
+        return (1, -1) if self.two_way else (1,)
 
-    d_kv_2BKTH = _shift(d_kv_2BKTH, axis)
-    add_dq_BKGTH, add_d_kv_2BKTH = differentiate(shards - 1, kv_2BKTH)
-    dk_BKTH, dv_BKTH = _shift(d_kv_2BKTH + add_d_kv_2BKTH, axis)
-    return dq_BKGTH + add_dq_BKGTH, dk_BKTH, dv_BKTH
+    def _shift(self, x_2BKTH: jax.Array) -> jax.Array:
+        """From every shard to the next one round the ring, each way."""
+        parts = jnp.split(x_2BKTH, len(self._ways), axis=1)
+        return jnp.concatenate([self.group.shift(x, way) for x, way in zip(parts, self._ways, strict=True)], axis=1)
+
+    def _gather_tokens(self, tokens: Tokens) -> Callable[[jax.Array | int], Tokens]:
+        """A function of the step: the tokens whose keys this shard then holds, each way."""
+        everyones = [self.group.all_gather(x) for x in tokens]
+        me, shards = self.group.index(), self.group.size
+
+        def block_tokens(step: jax.Array | int) -> Tokens:
+            return Tokens(*(jnp.concatenate([x[(me - way * step) % shards] for way in self._ways]) for x in everyones))
+
+        return block_tokens
+
+    def _for_each_way(self, tokens: Tokens) -> Tokens:
+        return Tokens(*(jnp.tile(x, (len(self._ways), 1)) for x in tokens))
+
+    def _part(self, x_BK: jax.Array) -> jax.Array:
+        """[B, K, ...] -> [ways x B, K / ways, ...]: the heads that go each way as rows of their own."""
+        (B, K, *rest), ways = x_BK.shape, len(self._ways)
+        return x_BK.reshape(B, ways, K // ways, *rest).swapaxes(0, 1).reshape(ways * B, K // ways, *rest)
+
+    def _join(self, x_BK: jax.Array) -> jax.Array:
+        """[ways x B, K / ways, ...] -> [B, K, ...]."""
+        (rows, heads, *rest), ways = x_BK.shape, len(self._ways)
+        return x_BK.reshape(ways, rows // ways, heads, *rest).swapaxes(0, 1).reshape(rows // ways, ways * heads, *rest)
 
 
 def merge(x: Result, y: Result) -> Result:
@@ -113,16 +163,3 @@ def merge(x: Result, y: Result) -> Result:
     total = total_x + total_y
     out = out_x * (total_x / total)[..., None] + out_y * (total_y / total)[..., None]
     return out, jnp.stack((peak, total))
-
-
-def _shift(x: jax.Array, axis: str) -> jax.Array:
-    """From every shard to the next one round the ring."""
-    shards = lax.axis_size(axis)
-    return lax.ppermute(x, axis, [(i, (i + 1) % shards) for i in range(shards)])
-
-
-def _gather_tokens(tokens: Tokens, axis: str) -> Callable[[jax.Array | int], Tokens]:
-    """A function of the step: the tokens whose keys this shard then holds."""
-    everyones = Tokens(*(lax.all_gather(x, axis) for x in tokens))
-    me, shards = lax.axis_index(axis), lax.axis_size(axis)
-    return lambda step: Tokens(*(x[(me - step) % shards] for x in everyones))

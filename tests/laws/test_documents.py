@@ -18,10 +18,11 @@ PLACES = len(DOCUMENTS) * steps.LENGTH
 
 CASES = [
     "",
-    "mesh.context=4",
+    "mesh.context=4 attention.two_way=true",
     "mesh.fsdp=2 mesh.context=2 mesh.tensor=2 attention.layout=zigzag",
     "mesh.context=2 attention.strategy=all_gather attention.layout=contiguous",
     "mesh.context=2 attention.strategy=ulysses attention.layout=dealt",
+    "mesh.context=4 attention.ulysses_degree=2 attention.unroll=true",
 ]
 MORE = [
     "mesh.context=8",
@@ -31,6 +32,7 @@ MORE = [
     "mesh.fsdp=2 mesh.context=2 attention.strategy=all_gather attention.layout=zigzag",
     "mesh.context=2 attention.strategy=ulysses attention.layout=contiguous memory.remat=none",
     "mesh.context=4 model.compute_dtype=bfloat16",
+    "mesh.context=8 attention.ulysses_degree=2 attention.two_way=true model.num_kv_heads=4 attention.layout=zigzag",
 ]
 
 

@@ -10,10 +10,11 @@ import steps
 CASES = [
     "mesh.data=2 mesh.fsdp=2",
     "mesh.context=2 attention.strategy=ulysses memory.remat=none",
-    "mesh.context=4 memory.remat=full",
+    "mesh.context=4 memory.remat=full attention.two_way=true",
     "mesh.fsdp=2 mesh.context=2 attention.strategy=all_gather attention.layout=zigzag memory.mlp_chunk=8",
     "mesh.fsdp=2 mesh.tensor=4 memory.loss_chunk=7",
     "mesh.data=2 mesh.context=2 mesh.tensor=2 batch.accumulation=4 attention.layout=contiguous",
+    "mesh.context=4 attention.ulysses_degree=2 attention.unroll=true",
 ]
 
 MESHES = [
@@ -32,6 +33,10 @@ MORE = [f"{mesh} {way}" for mesh, way in itertools.product(MESHES, WAYS)] + [
     "mesh.fsdp=2 mesh.context=2 attention.strategy=ulysses attention.layout=dealt batch.accumulation=2",
     "mesh.context=2 mesh.data=4 attention.strategy=ulysses attention.layout=zigzag",
     "mesh.context=4 model.num_kv_heads=1 mesh.tensor=2",
+    "mesh.context=8 attention.ulysses_degree=2 attention.two_way=true model.num_kv_heads=4",
+    "mesh.fsdp=2 mesh.context=4 attention.ulysses_degree=2 attention.layout=zigzag",
+    "mesh.context=4 attention.two_way=true attention.unroll=true",
+    "mesh.context=4 attention.strategy=all_gather attention.unroll=true model.num_kv_heads=4",
     "mesh.fsdp=4 mesh.context=2 memory.loss_chunk=1 memory.mlp_chunk=1 batch.accumulation=2",
 ]
 

@@ -39,9 +39,9 @@ class Workload:
     q_heads: int
     kv_heads: int
     tokens: int
-    """Of a row's shard."""
+    """Of a row's shard, or of the stretch that a group of shards exchanges heads for."""
     context: int
-    """Shards of a row."""
+    """Such shards or groups of a row."""
     strategy: str
     layout: str
     """`auto` where it is yet to follow the kernel."""
@@ -65,17 +65,22 @@ class Workload:
         strategy: str,
         layout: str,
         one_document: bool,
+        ulysses_degree: int = 1,
     ) -> "Workload":
-        """The share of one device such as `device`, of rows of `tokens` and of heads that are yet to be cut."""
+        """The share of one device such as `device`, of rows of `tokens` and of heads that are yet to be cut.
+
+        Groups of `ulysses_degree` shards exchange heads for sequence before a kernel is called.
+        """
+        members, parts = context // ulysses_degree, tensor * ulysses_degree
         return cls(
             platform=device.platform,
             capability=getattr(device, "compute_capability", None),
             dtype=dtype,
             head_dim=head_dim,
-            q_heads=q_heads // tensor,
-            kv_heads=max(kv_heads // tensor, 1),
-            tokens=tokens // context,
-            context=context,
+            q_heads=q_heads // parts,
+            kv_heads=max(kv_heads // parts, 1),
+            tokens=tokens // members,
+            context=members,
             strategy=strategy,
             layout=layout,
             one_document=one_document,
