@@ -67,6 +67,7 @@ def forward(
     q, k, v = grid.cut_queries(q_BKGTH), grid.cut_keys(k_BKSH), grid.cut_keys(v_BKSH)
     number = jnp.arange(2)[:, None]
     out, stats = grid.run(
+        "attention_forward",
         functools.partial(_forward_visit, grid, settings.scale),
         q_tokens,
         kv_tokens,
@@ -76,6 +77,7 @@ def forward(
             (jnp.broadcast_to(jnp.where(number == 0, tiles.UNSEEN, 1.0), grid.rows_shape(2)), grid.row_block(2)),
         ],
         scratch=[grid.query_sums],
+        products=2,
         interpret=settings.interpret,
     )
     return grid.join_queries(out, q_BKGTH.shape), grid.join_rows(stats, q_BKGTH.shape)
@@ -101,21 +103,31 @@ def backward(
     k, v = by_query.cut_keys(k_BKSH), by_query.cut_keys(v_BKSH)
     rows = by_query.cut_rows(stats_2BKGT[0], jnp.log(stats_2BKGT[1]), delta_BKGT)
 
-    def run(grid: Grid, visit: Callable[..., None], *results: mosaic_grid.Block, scratch: list) -> tuple:
+    def operands(grid: Grid) -> list[mosaic_grid.Block]:
         blocks = (grid.query_block, grid.query_block, grid.row_block(3), grid.key_block, grid.key_block)
-        return grid.run(
-            functools.partial(visit, grid, settings.scale),
-            q_tokens,
-            kv_tokens,
-            operands=list(zip((q, d_out, rows, k, v), blocks, strict=True)),
-            results=results,
-            scratch=scratch,
-            interpret=settings.interpret,
-        )
+        return list(zip((q, d_out, rows, k, v), blocks, strict=True))
 
-    zeros_q, zeros_k = (jnp.zeros(x.shape, jnp.float32) for x in (q, k))
-    (dq,) = run(by_query, _dq_visit, (zeros_q, by_query.query_block), scratch=[by_query.query_sums])
-    dk, dv = run(by_key, _dkv_visit, (zeros_k, by_key.key_block), (zeros_k, by_key.key_block), scratch=[])
+    (dq,) = by_query.run(
+        "attention_dq",
+        functools.partial(_dq_visit, by_query, settings.scale),
+        q_tokens,
+        kv_tokens,
+        operands(by_query),
+        results=[(jnp.zeros(q.shape, jnp.float32), by_query.query_block)],
+        scratch=[by_query.query_sums],
+        products=3,
+        interpret=settings.interpret,
+    )
+    dk, dv = by_key.run(
+        "attention_dkv",
+        functools.partial(_dkv_visit, by_key, settings.scale),
+        q_tokens,
+        kv_tokens,
+        operands(by_key),
+        results=[(jnp.zeros(x.shape, jnp.float32), by_key.key_block) for x in (k, v)],
+        products=4,
+        interpret=settings.interpret,
+    )
     return (
         by_query.join_queries(dq, q_BKGTH.shape),
         by_key.join_keys(dk, k_BKSH.shape),

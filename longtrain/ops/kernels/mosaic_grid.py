@@ -217,6 +217,7 @@ class Grid:
 
     def run(
         self,
+        name: str,
         kernel: Callable[..., None],
         q_tokens: Tokens,
         kv_tokens: Tokens,
@@ -224,12 +225,14 @@ class Grid:
         results: Sequence[Block],
         *,
         scratch: Sequence[Any] = (),
+        products: int,
         interpret: bool,
     ) -> Arrays:
         """The results: as they are given, but for the tiles that are visited.
 
         For each visit and group of heads `kernel(visit, bias_ST, *refs)` runs, with refs of the operands, the results
         and the scratch. bias_ST is a function: the mask as a number to add to the scores of a tile that is not full.
+        `products` of matrices for each part of a visit are what the compiler reckons with, to hide transfers behind.
         """
         q_tokens_B2T, kv_tokens_B2S = _cut_tokens(q_tokens, self.tile), _cut_tokens(kv_tokens, self.tile)
         q_tokens, kv_tokens = (Tokens(x[:, 0], x[:, 1]) for x in (q_tokens_B2T, kv_tokens_B2S))
@@ -263,10 +266,22 @@ class Grid:
                 compiler_params=pltpu.CompilerParams(
                     dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
                 ),
+                cost_estimate=self._cost(products, [x for x, _ in (*inputs, *results)]),
                 interpret=interpret,
+                name=name,
             )(visit_list, *(x for x, _ in inputs), *values), None
 
         return lax.scan(call, tuple(x for x, _ in results), self.list_visits(q_tokens, kv_tokens))[0]
+
+    def _cost(self, products: int, arrays: Sequence[jax.Array]) -> pl.CostEstimate:
+        """As for one document, whose visits are half of all tiles."""
+        rows = self.batch * self.kv_heads * self.share * self.part_heads * self.q_tiles * self.tile
+        scores = rows * self.kv_tiles * self.tile // 2
+        return pl.CostEstimate(
+            flops=products * 2 * scores * self.head_dim,
+            transcendentals=scores,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+        )
 
 
 def step_heads(kv_heads: int, group: int, head_dim: int, tile: int, dtype: jnp.dtype) -> int:
