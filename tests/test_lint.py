@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longtrain.config import resolve_mesh
+from longtrain.ops.kernels import FORWARD_SCOPE
 from longtrain.plan import lint, schedule
 from longtrain.plan.lint import Audit, Finding, Shapes
 from longtrain.plan.program import Program
@@ -34,7 +35,7 @@ SHAPES = Shapes(
     loss_chunk=CHUNK,
     smallest=1,
 )
-RATES = schedule.Rates(flops=1e15, memory=4e12, attention={}, transfer=lambda c: c.bytes / 4e11)
+RATES = schedule.Rates(flops=1e15, memory=4e12, attention={FORWARD_SCOPE: 40e-6}, transfer=lambda c: c.bytes / 4e11)
 
 
 def found(rule: str, program: Program, shapes: Shapes = SHAPES, backend: str = "auto") -> list[Finding]:
@@ -67,6 +68,13 @@ def test_a_permute_behind_its_compute(target: str):
     assert "waits for the compute of its own step" in finding.message and "over context" in finding.message
     assert "attention.strategy=ring" in finding.message
     assert not found("permute-behind-compute", fixture("ring", target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_permute_between_two_blocks_where_no_loop_is(target: str):
+    (finding,) = found("permute-behind-compute", fixture("sabotaged_pair", target))
+    assert "waits for the compute of its own step" in finding.message
+    assert not found("permute-behind-compute", fixture("pair", target))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -128,6 +128,9 @@ class Computation:
     def operands(self, instruction: Instruction) -> list[Instruction]:
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
+    def uses(self, instruction: Instruction) -> list[Instruction]:
+        return self.users[instruction.name]
+
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
         found: dict[str, list[Instruction]] = {name: [] for name in self.by_name}

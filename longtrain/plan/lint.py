@@ -4,6 +4,7 @@ Each rule reads the program; none looks at the config beyond the shapes that its
 let pass: `Shapes.smallest` bytes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Audit:
     memory: float | None = None
 
 
+Way = Callable[[Instruction], list[Instruction]]
 Rule = Callable[[Audit], Iterator[str]]
 RULES: dict[str, Rule] = {}
 
@@ -115,23 +117,32 @@ def _synchronous_permute(audit: Audit) -> Iterator[str]:
 
 @_rule("permute-behind-compute")
 def _permute_behind_compute(audit: Audit) -> Iterator[str]:
-    """In a loop that hands blocks on: compute enough to hide the permute, and yet most of it is exposed."""
-    bodies = _loop_bodies(audit.program)
+    """A permute of which much is exposed although there is compute to hide it: it waits for the compute that it should
+    run beside, or is scheduled behind it."""
+    bodies = {loop.instruction.called["body"] for loop in audit.program.places if loop.instruction.opcode == "while"}
+    homes = {place.instruction.name: place.computation for place in audit.program.places}
     for transfer in _ring_permutes(audit):
-        collective = transfer.collective
-        computation = _home(audit.program, collective, bodies)
-        if computation is None or transfer.exposed <= HIDDEN_ENOUGH * transfer.seconds:
+        collective, computation = transfer.collective, homes[transfer.collective.name]
+        if transfer.exposed <= HIDDEN_ENOUGH * transfer.seconds:
             continue
         start = computation.by_name[collective.name]
-        heavy = _heavy(audit, computation)
-        if not heavy or not _handed_on(audit.program, start, computation):
-            continue
-        if any(one.name in heavy for one in _ancestors(start, computation)):
+        products = functools.partial(_multiplies, audit.program, computation)
+        # Between two blocks of attention, with no other product between: no ring needs that.
+        waits = all(
+            any(audit.program.attention(one) for one in _reached(start, way, products))
+            for way in (computation.operands, computation.uses)
+        )
+        handed_on = False
+        if computation.name in bodies:
+            heavy = _heavy(audit, computation)
+            handed_on = bool(heavy) and computation.root in _reached(start, computation.uses, products)
+            waits |= handed_on and any(one.name in heavy for one in _reached(start, computation.operands))
+        if waits:
             yield (
                 f"{_described(collective)} waits for the compute of its own step, so nothing hides it: shift the block "
                 "before computing with it, and gradients one step late (attention.strategy=ring as it stands does)"
             )
-        else:
+        elif handed_on:
             yield (
                 f"{_described(collective)} is scheduled behind the compute that could hide it. Let more transfers run "
                 "at a time: communication.xla_flags=[--xla_gpu_experimental_parallel_collective_overlap_limit=4]"
@@ -264,15 +275,6 @@ def _buffers(audit: Audit) -> Iterator[tuple[Instruction, Array]]:
                     yield place.instruction, array
 
 
-def _loop_bodies(program: Program) -> list[Computation]:
-    loops = [place.instruction for place in program.places if place.instruction.opcode == "while"]
-    return list({name: program.module.computations[name] for name in (loop.called["body"] for loop in loops)}.values())
-
-
-def _home(program: Program, collective: Collective, bodies: list[Computation]) -> Computation | None:
-    return next((body for body in bodies if collective.name in body.by_name), None)
-
-
 def _heavy(audit: Audit, computation: Computation) -> set[str]:
     """Instructions that hold most of a computation's compute: the least number that makes half of it."""
     seconds = {one.name: audit.schedule.compute.get(one.name, 0.0) for one in computation.instructions}
@@ -285,33 +287,23 @@ def _heavy(audit: Audit, computation: Computation) -> set[str]:
     return chosen
 
 
-def _ancestors(instruction: Instruction, computation: Computation) -> list[Instruction]:
-    """Everything in the computation that an instruction depends on."""
+def _reached(start: Instruction, way: Way, ends: Callable[[Instruction], bool] | None = None) -> list[Instruction]:
+    """All that an instruction depends on, or that depends on it, but not by way of those where `ends` holds."""
     found: dict[str, Instruction] = {}
-    waiting = [instruction]
+    waiting = [start]
     while waiting:
-        for operand in computation.operands(waiting.pop()):
-            if operand.name not in found:
-                found[operand.name] = operand
-                waiting.append(operand)
+        one = waiting.pop()
+        if ends is None or one is start or not ends(one):
+            new = [following for following in way(one) if following.name not in found]
+            found |= {following.name: following for following in new}
+            waiting += new
     return list(found.values())
 
 
-def _handed_on(program: Program, start: Instruction, computation: Computation) -> bool:
-    """Whether what arrives goes to the loop's next step, and meets no matrix product on its way."""
-    waiting, seen = [start], {start.name}
-    while waiting:
-        for user in computation.users[waiting.pop().name]:
-            if user.is_root:
-                return True
-            if (
-                user.name not in seen
-                and not program.matmul_flops(user, computation)
-                and not program.callees(user, computation)
-            ):
-                seen.add(user.name)
-                waiting.append(user)
-    return False
+def _multiplies(program: Program, computation: Computation, one: Instruction) -> bool:
+    """Whether an instruction makes matrix products, or runs what may."""
+    runs = program.attention(one) or program.callees(one, computation)
+    return bool(runs) or program.matmul_flops(one, computation) > 0
 
 
 def _described(collective: Collective) -> str:

@@ -9,6 +9,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from longtrain.ops.kernels import FORWARD_SCOPE
+
 MESH = {"data": 1, "fsdp": 2, "context": 4, "tensor": 1}
 CONTEXT = MESH["context"]
 
@@ -55,6 +57,24 @@ def sabotaged_ring(q_TH: jax.Array, k_TH: jax.Array) -> jax.Array:
     return out_TH + _attend(q_TH, k_TH)
 
 
+def _attend_in_tiles(q_TH: jax.Array, k_TH: jax.Array) -> jax.Array:
+    """The same as `_attend` in the scope of an attention kernel, a loop over tiles."""
+    with jax.named_scope(FORWARD_SCOPE):
+        return lax.map(lambda q: _attend(q, k_TH), q_TH.reshape(-1, 256, WIDTH)).reshape(q_TH.shape)
+
+
+def pair(q_TH: jax.Array, k_TH: jax.Array) -> jax.Array:
+    """A ring of which two steps are written out: one shift, beside the first block's compute."""
+    other_TH = _shift(k_TH)
+    return _attend_in_tiles(q_TH, k_TH) + _attend_in_tiles(q_TH, other_TH)
+
+
+def sabotaged_pair(q_TH: jax.Array, k_TH: jax.Array) -> jax.Array:
+    """The same, but what travels depends on the first block's compute."""
+    out_TH = _attend_in_tiles(q_TH, k_TH)
+    return out_TH + _attend_in_tiles(q_TH, _shift(k_TH + 1e-6 * out_TH))
+
+
 def layers(x_TH: jax.Array, w_LHH: jax.Array) -> jax.Array:
     """In each of 3 layers: weights gathered over fsdp x context, one product, a sum over context; then one reduce-
     scatter over context and one all-to-all over fsdp."""
@@ -86,5 +106,7 @@ def lowered(devices: Sequence[jax.Device]) -> dict[str, jax.stages.Lowered]:
     return {
         "ring": lower(ring, block, block),
         "sabotaged_ring": lower(sabotaged_ring, block, block),
+        "pair": lower(pair, block, block),
+        "sabotaged_pair": lower(sabotaged_pair, block, block),
         "layers": lower(layers, block, ((LAYERS, WIDTH, WIDTH), stacked)),
     }
