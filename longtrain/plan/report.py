@@ -81,7 +81,8 @@ def _heading(plan: Plan) -> list[str]:
     filled = "one document each" if whole_rows else f"documents of {plan.document_tokens:,}"
     rows = f"{config.batch.sequences} rows of {config.sequence_length:,} tokens a step ({filled})"
     micro = f" in {share.micro_batches} micro-batches" if share.micro_batches > 1 else ""
-    attention = f"attention {config.attention.strategy}, kernel {share.kernel}, remat {config.memory.remat}"
+    strategy = f"attention {config.attention.strategy}" if share.mesh.context > 1 else "attention whole"
+    attention = f"{strategy}, kernel {share.kernel}, remat {config.memory.remat}"
     units, sentence = Units.of(plan), verdict(plan)
     rate = f"{plan.tokens_per_second_per_device:,.0f} tokens/s a device"
     mfu = "" if plan.mfu_causal is None else f", MFU (causal) {plan.mfu_causal:.1%}"
