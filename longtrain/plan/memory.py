@@ -140,8 +140,10 @@ def _attention_backward(share: Share) -> list[Term]:
     whole = kv * shards if strategy == "all_gather" else kv  # the keys and values that one call of the kernel sees
     rings = strategy == "ring" and shards > 1
     gathered = share.attention_weights * compute if share.parameter_shards > 1 else 0
+    # The kernel's result and the ring's sum; the blockwise kernel carries another through its loop.
+    d_q = 1 + rings + (share.kernel == "xla")
     return [
-        Term("activations", "attention: gradient of q and its accumulators, float32", (2 + rings) * q * FLOAT32),
+        Term("activations", "attention: gradient of q and its accumulators, float32", d_q * q * FLOAT32),
         Term("activations", "attention: keys and values in the kernel's order", 3 * whole * compute // 2),
         Term("activations", "attention: gradients of k and v, float32", (2 + rings) * whole * FLOAT32 // 2),
         Term("activations", "ring: keys and values in flight, and gradients", rings * kv * (2 * compute + FLOAT32)),
