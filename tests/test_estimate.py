@@ -89,21 +89,63 @@ def test_what_a_256k_ring_sends():
 
 def test_what_the_other_strategies_send():
     base = plan(shipped("llama3_8b_64k"), "H100")  # 16K tokens a device, 4 shards, 8 micro-batches
-    ring, gather, ulysses = alternatives.strategies(base)
-    kv = 2 * 16384 * 8 * 128 * 2
-    calls = 32 * 8
-    moved = {t.kind: t.bytes for t in gather.transfers}
-    assert moved == {"all-gather": calls * 2 * 3 * kv, "reduce-scatter": calls * 3 * 2 * kv}
+    choices = {str(choice): choice for choice in alternatives.strategies(base)}
+    assert list(choices) == ["ring", "ring over ulysses groups of 2", "all_gather", "ulysses"]
+    kv, calls = 2 * 16384 * 8 * 128 * 2, 32 * 8
+
+    # Head by head: in each pass 8 times the keys and values of one head, of which a device lacks three quarters.
+    moved = {t.kind: (t.count, t.bytes) for t in choices["all_gather"].transfers}
+    assert moved == {
+        "all-gather": (calls * 2 * 8, calls * 2 * 3 * kv),
+        "reduce-scatter": (calls * 8, calls * 3 * 2 * kv),
+    }
+
     q, statistics = 16384 * 32 * 128, 16384 * 32
-    out, home = 2 * (q + 2 * q) + kv + kv, 4 * (q + q) + 2 * kv
-    (exchange,) = ulysses.transfers
-    assert exchange.bytes == calls * 0.75 * (out + home + 4 * 5 * statistics)
-    assert [choice.strategy for choice in (ring, gather, ulysses)] == ["ring", "all_gather", "ulysses"]
-    assert all(t.exposed == t.seconds for choice in (gather, ulysses) for t in choice.transfers)
+    exchanged = 2 * (q + 2 * q) + kv + kv + 4 * (q + q) + 2 * kv + 4 * 5 * statistics
+    (whole,) = choices["ulysses"].transfers
+    assert whole.bytes == calls * 0.75 * exchanged
+    assert whole.exposed == whole.seconds
+
+    # In pairs first, then a ring of two: one shift forward, one of keys and two of gradients backward.
+    pairs, keys, gradients = choices["ring over ulysses groups of 2"].transfers
+    assert pairs.bytes == calls * 0.5 * exchanged
+    assert (keys.count, keys.bytes) == (calls * 2, calls * 2 * kv)
+    assert (gradients.count, gradients.bytes) == (calls * 2, calls * 2 * 2 * kv)
+
+
+def test_two_ways_round_use_both_directions_of_a_torus():
+    for kind, faster in (("v5p", 2), ("H100", 1)):
+        one, two = (plan(shipped("llama3_8b_64k", f"attention.two_way={way}"), kind) for way in ("false", "true"))
+        kv, kv_two = (sent(planned, "permute", "keys and values") for planned in (one, two))
+        latency = kv.count * one.assumed["collective_latency"]
+        assert kv.bytes == kv_two.bytes
+        assert kv.seconds - latency == pytest.approx(faster * (kv_two.seconds - latency))
+
+
+def test_what_all_gather_waits_for(tmp_path: Path):
+    """The first gather of each pass and the last scatter; everything, where nothing is computed beside it."""
+    config = shipped("llama3_8b_64k", "attention.strategy=all_gather")
+    slow = plan(
+        config,
+        "H100",
+        assumptions_file=assumed(tmp_path, attention_forward_efficiency=0.001, attention_backward_efficiency=0.001),
+    )
+    for transfer, part in (
+        (sent(slow, "all-gather", "keys and values"), 8),
+        (sent(slow, "reduce-scatter", "their gradients, float32"), 8),
+    ):
+        assert transfer.exposed == pytest.approx(transfer.seconds / part)
+    fast = plan(
+        config,
+        "H100",
+        assumptions_file=assumed(tmp_path, attention_forward_efficiency=1e6, attention_backward_efficiency=1e6),
+    )
+    gather = sent(fast, "all-gather", "keys and values")
+    assert gather.exposed == pytest.approx(gather.seconds, rel=1e-3)
 
 
 def test_a_strategy_that_cannot_serve_says_why():
-    choices = {choice.strategy: choice for choice in alternatives.strategies(plan(shipped("llama3_8b_256k"), "H100"))}
+    choices = {str(choice): choice for choice in alternatives.strategies(plan(shipped("llama3_8b_256k"), "H100"))}
     assert choices["ulysses"].plan is None and "key/value heads" in choices["ulysses"].refusal
 
 

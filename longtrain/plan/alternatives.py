@@ -7,7 +7,7 @@ from longtrain.errors import ConfigError
 from longtrain.plan import traffic
 from longtrain.plan.estimate import Plan, replanned
 from longtrain.plan.memory import REMAT
-from longtrain.plan.traffic import STRATEGIES, Transfer
+from longtrain.plan.traffic import Transfer
 
 WORTH_TELLING = 0.01
 """Share of the memory that a change must save to be named."""
@@ -69,25 +69,36 @@ def _changed(plan: Plan, candidates: Iterator[Changes] | Sequence[Changes], devi
 
 @dataclass(frozen=True)
 class Choice:
-    """An attention strategy for the same config: the plan and what then travels, or why it cannot serve."""
+    """A way of attending over context for the same config: the plan and what then travels, or why it cannot serve."""
 
-    strategy: str
+    changes: Changes
     plan: Plan | None
     transfers: tuple[Transfer, ...]
     refusal: str
 
+    def __str__(self) -> str:
+        """In words."""
+        degree = self.changes["attention.ulysses_degree"]
+        over = f" over ulysses groups of {degree}" if degree != 1 else ""
+        return f"{self.changes['attention.strategy']}{over}"
+
 
 def strategies(plan: Plan) -> list[Choice]:
-    """Every attention strategy, on the same mesh."""
+    """Every way of attending over context, on the same mesh: the strategies, and the ring over groups."""
+    context, kv_heads = plan.share.mesh.context, plan.share.kv_heads
+    degrees = [size for size in range(2, context) if context % size == 0 and kv_heads % size == 0]
     choices = []
-    for strategy in STRATEGIES:
+    for strategy, degree in [("ring", 1), *(("ring", degree) for degree in degrees), ("all_gather", 1), ("ulysses", 1)]:
+        changes: dict[str, object] = {"attention.strategy": strategy, "attention.ulysses_degree": degree}
+        if strategy != "ring":
+            changes["attention.two_way"] = False
         try:
-            other = replanned(plan, {"attention.strategy": strategy})
+            other = replanned(plan, changes)
         except ConfigError as error:
-            choices.append(Choice(strategy, None, (), error.problems[0].message))
+            choices.append(Choice(changes, None, (), error.problems[0].message))
             continue
-        moved = traffic.attention(other.share, strategy, other.assumed, other.timing.pace)
-        choices.append(Choice(strategy, other, tuple(moved), ""))
+        moved = traffic.attention(other.share, other.assumed, other.timing.pace)
+        choices.append(Choice(changes, other, tuple(moved), ""))
     return choices
 
 

@@ -7,6 +7,7 @@ another crosses the network.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from longtrain.config import MeshConfig
 from longtrain.plan.assumptions import Assumptions
@@ -61,12 +62,12 @@ class Link:
 def link(mesh: MeshConfig, axes: Sequence[str], assumed: Assumptions) -> Link:
     """The link of neighbouring axes of the mesh, e.g. ("context", "fsdp")."""
     first = min(FASTEST_FIRST.index(axis) for axis in axes)
-    stride = 1
-    for axis in FASTEST_FIRST[:first]:
-        stride *= mesh.axes[axis]
-    size = 1
-    for axis in axes:
-        size *= mesh.axes[axis]
+    stride = prod(mesh.axes[axis] for axis in FASTEST_FIRST[:first])
+    return between(stride, prod(mesh.axes[axis] for axis in axes), assumed)
+
+
+def between(stride: int, size: int, assumed: Assumptions, ways: int = 1) -> Link:
+    """The link of `size` devices, one `stride` after the other. `ways`: directions that a ring goes round in."""
     device, domain = assumed.device, assumed.domain
     inside = size if stride * size <= domain else max(domain // stride, 1)
     network = device.network_bandwidth * assumed["network_efficiency"]
@@ -74,6 +75,7 @@ def link(mesh: MeshConfig, axes: Sequence[str], assumed: Assumptions) -> Link:
     # Round a torus a collective runs both ways; a switch's single link already carries everything.
     both_ways = neighbour * min(device.links, 2)
     if inside == size:
-        return Link(size, inside, both_ways, both_ways, neighbour, assumed["collective_latency"])
+        shift = neighbour * min(device.links, ways)
+        return Link(size, inside, both_ways, both_ways, shift, assumed["collective_latency"])
     # A collective crosses to the next domain over the adapters of all its devices there, a ring over one.
     return Link(size, inside, min(both_ways, inside * network), network, network, assumed["collective_latency"])

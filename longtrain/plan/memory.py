@@ -136,16 +136,17 @@ def _attention_backward(share: Share) -> list[Term]:
     """What its attention adds: the kernel's results and accumulators, and what the strategy moves."""
     head, tokens, compute = share.config.model.head_dim, share.tokens, share.compute_bytes
     q, kv = tokens * share.heads * head, 2 * tokens * share.kv_heads * head
-    shards, strategy = share.mesh.context, share.config.attention.strategy
-    whole = kv * shards if strategy == "all_gather" else kv  # the keys and values that one call of the kernel sees
-    rings = strategy == "ring" and shards > 1
+    rings = share.ring > 1
+    seen = kv  # numbers in the keys and values that are there to be computed with
+    if share.config.attention.strategy == "all_gather":  # of the whole row: of the head at work and of the next
+        seen = kv * share.mesh.context * min(2, share.kv_heads) // share.kv_heads
     gathered = share.attention_weights * compute if share.parameter_shards > 1 else 0
     # The kernel's result and the ring's sum; the blockwise kernel carries another through its loop.
     d_q = 1 + rings + (share.kernel == "xla")
     return [
         Term("activations", "attention: gradient of q and its accumulators, float32", d_q * q * FLOAT32),
-        Term("activations", "attention: keys and values in the kernel's order", 3 * whole * compute // 2),
-        Term("activations", "attention: gradients of k and v, float32", (2 + rings) * whole * FLOAT32 // 2),
+        Term("activations", "attention: keys and values in the kernel's order", 3 * seen * compute // 2),
+        Term("activations", "attention: gradients of k and v, float32", (2 + rings) * seen * FLOAT32 // 2),
         Term("activations", "ring: keys and values in flight, and gradients", rings * kv * (2 * compute + FLOAT32)),
         Term("activations", "attention: weights gathered", gathered),
     ]

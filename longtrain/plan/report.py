@@ -154,26 +154,29 @@ def _lies(plan: Plan, axis: str) -> str:
 def _strategies(plan: Plan) -> Table | None:
     if plan.share.mesh.context == 1:
         return None
-    title = "Attention over context: the three strategies"
+    title = "Attention over context: what each way costs"
     units = Units.of(plan)
     sent, held, step = f"{units.memory} sent", f"{units.memory} held", f"step {units.time}"
-    table = new_table(title, "", "strategy", sent, units.time, "exposed", step, held, "why")
+    table = new_table(title, "", "way", sent, units.time, "exposed", "hidden", step, held)
+    refused = []
     for choice in strategies(plan):
-        mark = "▶" if choice.strategy == plan.config.attention.strategy else ""
         if choice.plan is None:
-            table.add_row(mark, choice.strategy, "", "", "", "", "", choice.refusal, style="dim")
+            refused.append(f"{choice}: {choice.refusal}")
             continue
+        taken = choice.plan.config.attention == plan.config.attention
         moved, exposed = sum(t.seconds for t in choice.transfers), sum(t.exposed for t in choice.transfers)
         table.add_row(
-            mark,
-            choice.strategy,
+            "▶" if taken else "",
+            str(choice),
             units.bytes(sum(t.bytes for t in choice.transfers)),
             units.seconds(moved),
             units.seconds(exposed),
+            f"{1 - exposed / moved:.0%}",
             units.seconds(choice.plan.timing.step),
             units.bytes(choice.plan.memory.total),
-            f"{1 - exposed / moved:.0%} of its transfers hide behind compute",
         )
+    if refused:
+        table.caption, table.caption_justify = "\n".join(refused), "left"
     return table
 
 
@@ -243,7 +246,7 @@ def _bar(share: float) -> str:
 def new_table(title: str, *columns: str) -> Table:
     """A plain table. Numbers stand to the right; only sentences wrap."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    words = ("", "strategy", "fits", "entry", "over", "array", "kind", "backend", "rule")
+    words = ("", "way", "fits", "entry", "over", "array", "kind", "backend", "rule")
     sentences = ("what", "why", "change", "beside it")
     for column in columns:
         side: Literal["left", "right"] = "left" if column in words + sentences else "right"

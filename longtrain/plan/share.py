@@ -30,6 +30,22 @@ class Share:
         return self.config.batch.accumulation
 
     @property
+    def layer_calls(self) -> int:
+        """How often a step goes through a layer: every layer for every micro-batch."""
+        return self.config.model.num_layers * self.micro_batches
+
+    @property
+    def ulysses_degree(self) -> int:
+        """Neighbouring context shards that exchange heads for sequence."""
+        attention = self.config.attention
+        return self.mesh.context if attention.strategy == "ulysses" else attention.ulysses_degree
+
+    @property
+    def ring(self) -> int:
+        """Members of the ring that keys and values go round: context shards, or groups of them; 1: there is none."""
+        return 1 if self.config.attention.strategy == "all_gather" else self.mesh.context // self.ulysses_degree
+
+    @property
     def rows(self) -> int:
         """Rows of a micro-batch that a device takes part in."""
         return self.config.batch.sequences // (self.mesh.data * self.mesh.fsdp * self.micro_batches)

@@ -103,9 +103,9 @@ def _weights_used_again(share: Share) -> int:
 
 def _busiest(share: Share) -> float:
     """Attention work of a ring's busiest shard over the mean, for one document a row: 1 in a balanced layout."""
-    shards = share.mesh.context
-    contiguous = share.config.attention.layout == "contiguous" and share.config.attention.strategy != "ulysses"
-    return (2 * shards - 1) / shards if contiguous else 1.0
+    attention, context = share.config.attention, share.mesh.context
+    shards = context if attention.strategy == "all_gather" else share.ring
+    return (2 * shards - 1) / shards if attention.layout == "contiguous" else 1.0
 
 
 def _bytes_streamed_forward(share: Share) -> float:

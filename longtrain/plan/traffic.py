@@ -8,10 +8,8 @@ head, the table and the embeddings, and the compiler sums activations over `tens
 from dataclasses import dataclass
 
 from longtrain.plan.assumptions import Assumptions
-from longtrain.plan.links import Link, link
+from longtrain.plan.links import Link, between, link
 from longtrain.plan.share import FLOAT32, Share
-
-STRATEGIES = ("ring", "all_gather", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def transfers(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
     """All the collectives of a step that carry bytes worth counting."""
     found = [
         *_weights(share, assumed, pace),
-        *attention(share, share.config.attention.strategy, assumed, pace),
+        *attention(share, assumed, pace),
         *_tensor(share, assumed),
         *_ends(share, assumed),
     ]
@@ -58,7 +56,7 @@ def _weights(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
     """A layer's weights, gathered before its forward and its backward pass; its gradients, scattered and summed."""
     axes = ("fsdp", "context")
     gather, data = link(share.mesh, axes, assumed), link(share.mesh, ("data",), assumed)
-    passes = share.config.model.num_layers * share.micro_batches
+    passes = share.layer_calls
     whole = share.layer_weights * share.compute_bytes
     cut = whole / share.parameter_shards
 
@@ -99,13 +97,20 @@ def _weights(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
     ]
 
 
-def attention(share: Share, strategy: str, assumed: Assumptions, pace: Pace) -> list[Transfer]:
-    """What attention moves over `context` under a strategy."""
-    if share.mesh.context == 1:
+def attention(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
+    """What attention moves over `context`."""
+    keys, context, tensor = share.config.attention, share.mesh.context, share.mesh.tensor
+    if context == 1:
         return []
-    over = link(share.mesh, ("context",), assumed)
-    calls = share.config.model.num_layers * share.micro_batches
-    return {"ring": _ring, "all_gather": _all_gather, "ulysses": _ulysses}[strategy](share, over, calls, pace)
+    if keys.strategy == "all_gather":
+        return _all_gather(share, link(share.mesh, ("context",), assumed), pace)
+    found = []
+    if share.ulysses_degree > 1:
+        found += _ulysses(share, between(tensor, share.ulysses_degree, assumed))
+    if share.ring > 1:
+        ways = 2 if keys.two_way else 1
+        found += _ring(share, between(tensor * share.ulysses_degree, share.ring, assumed, ways), pace)
+    return found
 
 
 def _kv(share: Share) -> int:
@@ -113,52 +118,58 @@ def _kv(share: Share) -> int:
     return 2 * share.tokens * share.kv_heads * share.config.model.head_dim
 
 
-def _ring(share: Share, over: Link, calls: int, pace: Pace) -> list[Transfer]:
+def _ring(share: Share, over: Link, pace: Pace) -> list[Transfer]:
     """n - 1 shifts of keys and values in each pass, n of their float32 gradients, the last of them beside nothing."""
     shards, kv, d_kv = over.size, _kv(share) * share.compute_bytes, _kv(share) * FLOAT32
     shift, shift_back = over.hop(kv), over.hop(d_kv)
-    step, step_back = pace.attention_forward / shards, pace.attention_backward / shards
+    exposed_forward = (shards - 1) * max(0.0, shift - pace.attention_forward / shards)
+    exposed_kv, exposed_d_kv = _beside(shards, shift, shift_back, pace.attention_backward / shards)
 
-    exposed_forward = (shards - 1) * max(0.0, shift - step)
-    both = max(0.0, shift + shift_back - step_back)  # the same links carry the two
-    part = shift / (shift + shift_back)
-    exposed_kv = max(0.0, shift - step_back) + (shards - 2) * both * part
-    exposed_d_kv = (shards - 2) * both * (1 - part) + max(0.0, shift_back - step_back) + shift_back
-    axes = ("context",)
+    def of(what: str, times: int, sent: float, seconds: float, exposed: float) -> Transfer:
+        calls = share.layer_calls
+        return Transfer(
+            what, "permute", ("context",), calls * times, calls * times * sent, calls * times * seconds, calls * exposed
+        )
+
     return [
-        Transfer(
-            "keys and values",
-            "permute",
-            axes,
-            2 * (shards - 1) * calls,
-            2 * (shards - 1) * calls * kv,
-            2 * (shards - 1) * calls * shift,
-            calls * (exposed_forward + exposed_kv),
-        ),
-        Transfer(
-            "their gradients, float32",
-            "permute",
-            axes,
-            shards * calls,
-            shards * calls * d_kv,
-            shards * calls * shift_back,
-            calls * exposed_d_kv,
-        ),
+        of("keys and values", 2 * (shards - 1), kv, shift, exposed_forward + exposed_kv),
+        of("their gradients, float32", shards, d_kv, shift_back, exposed_d_kv + shift_back),
     ]
 
 
-def _all_gather(share: Share, over: Link, calls: int, _: Pace) -> list[Transfer]:
-    """Keys and values gathered in each pass, their float32 gradients scattered; attention waits for both."""
-    kv, d_kv = over.size * _kv(share) * share.compute_bytes, over.size * _kv(share) * FLOAT32
-    gather, scatter = 2 * calls * over.gather(kv), calls * over.gather(d_kv)
-    axes = ("context",)
+def _all_gather(share: Share, over: Link, pace: Pace) -> list[Transfer]:
+    """Head by head, each beside the computing of another: but for the first gather of a pass and the last scatter."""
+    heads = share.kv_heads
+    kv, d_kv = (over.size * _kv(share) * width / heads for width in (share.compute_bytes, FLOAT32))
+    gather, scatter = over.gather(kv), over.gather(d_kv)
+    exposed_forward = gather + (heads - 1) * max(0.0, gather - pace.attention_forward / heads)
+    exposed_kv, exposed_d_kv = _beside(heads, gather, scatter, pace.attention_backward / heads)
+
+    def of(what: str, kind: str, times: int, sent: float, seconds: float, exposed: float) -> Transfer:
+        calls = share.layer_calls
+        return Transfer(
+            what, kind, ("context",), calls * times, calls * times * sent, calls * times * seconds, calls * exposed
+        )
+
+    exposed_gather = exposed_forward + gather + exposed_kv
     return [
-        Transfer("keys and values", "all-gather", axes, 2 * calls, 2 * calls * over.sent(kv), gather, gather),
-        Transfer("their gradients, float32", "reduce-scatter", axes, calls, calls * over.sent(d_kv), scatter, scatter),
+        of("keys and values", "all-gather", 2 * heads, over.sent(kv), gather, exposed_gather),
+        of("their gradients, float32", "reduce-scatter", heads, over.sent(d_kv), scatter, exposed_d_kv + scatter),
     ]
 
 
-def _ulysses(share: Share, over: Link, calls: int, _: Pace) -> list[Transfer]:
+def _beside(steps: int, kv: float, d_kv: float, compute: float) -> tuple[float, float]:
+    """What is waited for of `steps` - 1 transfers each of keys and values and of their gradients, beside as many
+    computations: the first has the keys of the next beside it, the last the gradients of the one before, the others
+    both, on the same links. In seconds, of one transfer and one computation."""
+    if steps == 1:
+        return 0.0, 0.0
+    both, part = max(0.0, kv + d_kv - compute), kv / (kv + d_kv)
+    waits_kv = max(0.0, kv - compute) + (steps - 2) * both * part
+    return waits_kv, max(0.0, d_kv - compute) + (steps - 2) * both * (1 - part)
+
+
+def _ulysses(share: Share, over: Link) -> list[Transfer]:
     """Heads exchanged for sequence and back, in each pass; attention waits for both."""
     q = share.tokens * share.heads * share.config.model.head_dim
     compute, statistics = share.compute_bytes, share.tokens * share.heads * FLOAT32
@@ -170,6 +181,7 @@ def _ulysses(share: Share, over: Link, calls: int, _: Pace) -> list[Transfer]:
         3 * statistics,
         (q + _kv(share)) * FLOAT32,  # backward, home: the gradients of q, k and v
     ]
+    calls = share.layer_calls
     seconds = calls * sum(over.all_to_all(message) for message in messages)
     sent = calls * over.sent(sum(messages))
     what = "heads for sequence and back"
@@ -181,7 +193,7 @@ def _tensor(share: Share, assumed: Assumptions) -> list[Transfer]:
     and backward, and attention's once more where a layer is computed again."""
     over = link(share.mesh, ("tensor",), assumed)
     again = 0 if share.config.memory.remat == "none" else 1
-    count = share.config.model.num_layers * share.micro_batches * (4 + again)
+    count = share.layer_calls * (4 + again)
     whole = share.tokens * share.config.model.embed_dim * share.compute_bytes
     sent, seconds = 2 * count * over.sent(whole), count * over.reduce(whole)
     return [Transfer("residual stream", "all-reduce", ("tensor",), count, sent, seconds, seconds)]
