@@ -11,7 +11,7 @@ import pytest
 from longtrain import cli
 from longtrain.config import to_yaml
 from longtrain.errors import CheckFailed, ConfigError
-from longtrain.plan import compiling, targets
+from longtrain.plan import compiling, lint, targets
 from longtrain.plan.targets import Target, target
 from longtrain.plan.worker import Compiled, Memory
 from tiny import config
@@ -194,6 +194,36 @@ def test_without_the_plugin_nothing_is_compiled(worker: Worker, tmp_path: Path, 
     assert (code, said, calls) == (2, {}, [])
     message = capsys.readouterr().err
     assert "pip install 'longtrain[plan]'" in message and "--compiler cpu" in message
+
+
+def test_the_documentation_names_every_rule():
+    page = (PROGRAMS.parents[1] / "docs" / "compiled_plan.md").read_text(encoding="utf-8")
+    assert [rule for rule in lint.RULES if f"| `{rule}` |" not in page] == []
+
+
+@pytest.mark.slow
+def test_a_shipped_config_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The whole way, with the real compiler: 64K tokens on 16 GB200, with more than one transfer at a time."""
+    monkeypatch.undo()
+    try:
+        gpu()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, out = PROGRAMS.parents[1] / "configs" / "llama3_8b_64k.yaml", tmp_path / "plan.json"
+    flags = "communication.xla_flags=[--xla_gpu_experimental_parallel_collective_overlap_limit=4]"
+    options = ["--hardware", "GB200", "--compile", "--strict", "--json", str(out)]
+    assert cli.main(["plan", str(path), flags, *options]) == 0
+    said = json.loads(out.read_text(encoding="utf-8"))
+    compiled = said["compiled"]
+    assert compiled["lint"] == []
+    assert compiled["memory_bytes"] == pytest.approx(said["memory_bytes"]["total"], rel=0.15)  # law 6
+    # A ring of 4: forward 3 shifts, backward 3 of keys and values and 4 of their gradients; 32 layers, 8 micro-batches.
+    (permutes,) = [one for one in compiled["collectives"] if one["kind"] == "collective-permute"]
+    assert permutes["axes"] == ["context"] and permutes["count"] == 10 * 32 * 8
+    assert permutes["exposed_seconds"] < 0.1 * permutes["seconds"]
+    # 6 N T of the linear products, what remat computes again, and attention's seven products.
+    assert 1 < compiled["flops_per_device"] * said["devices"] / said["flops_per_step"] < 1.3
 
 
 @pytest.mark.parametrize("options", [["--strict"], ["--compiler", "cpu"]])
