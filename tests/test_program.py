@@ -138,6 +138,29 @@ def test_groups_in_every_form_that_xla_writes(text: str, axes: tuple, devices: i
     assert groups.axes(instruction, FOUR) == (axes, devices)
 
 
+FUSED = """HloModule m, is_scheduled=true
+
+%all-reduce-scatter.3 (input: f32[64,32]) -> f32[8,32] {
+  %input = f32[64,32]{1,0} parameter(0)
+  %all-reduce.1 = f32[64,32]{1,0} all-reduce(%input), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %part = f32[8,32]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={8,32}
+}
+
+ENTRY %main (x: f32[64,32]) -> f32[8,32] {
+  %x = f32[64,32]{1,0} parameter(0)
+  ROOT %fusion.1 = f32[8,32]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+
+
+def test_a_reduce_scatter_as_tpu_fuses_one():
+    """The form that v6e programs have (names shortened)."""
+    assert counted(Program.read(FUSED, MESH, "tpu")) == [
+        ("reduce-scatter", ("fsdp", "context"), 8, 1, 64 * 32 * 4 * 7 // 8)
+    ]
+
+
 def test_groups_that_cannot_be_read_are_an_error():
     instruction = hlo.Instruction("x", "all-gather", (), (), ", replica_groups=new<form>", False, "")
     with pytest.raises(ValueError, match="groups of x cannot be read: new<form>"):

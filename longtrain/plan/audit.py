@@ -168,20 +168,22 @@ def rates(plan: Plan, program: Program) -> Rates:
     def transfer(collective: Collective) -> float:
         axes = [axis for axis in links.FASTEST_FIRST if axis in collective.axes] or list(links.FASTEST_FIRST)
         link = links.link(share.mesh, axes, assumed)
-        return {
-            "all-gather": lambda: link.gather(collective.held * collective.devices),
-            "reduce-scatter": lambda: link.gather(collective.held),
-            "all-reduce": lambda: link.reduce(collective.held),
-            "all-to-all": lambda: link.all_to_all(collective.held),
-            "ragged-all-to-all": lambda: link.all_to_all(collective.held),
-            "collective-permute": lambda: link.hop(collective.held),
-            "collective-broadcast": lambda: link.hop(collective.held),
-        }[collective.kind]()
+        held = collective.held
+        match collective.kind:
+            case "all-gather":
+                return link.gather(held * collective.devices)
+            case "reduce-scatter":
+                return link.gather(held)
+            case "all-reduce":
+                return link.reduce(held)
+            case "all-to-all" | "ragged-all-to-all":
+                return link.all_to_all(held)
+        return link.hop(held)
 
     return Rates(
         flops=timing.peak_flops(share, assumed) * assumed["matmul_efficiency"],
         memory=plan.device.memory_bandwidth * assumed["memory_efficiency"],
-        attention={scope: seconds / calls[scope] for scope, seconds in whole.items() if calls[scope]},
+        attention={scope: whole[scope] / count for scope, count in calls.items()},
         transfer=transfer,
     )
 

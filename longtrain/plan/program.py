@@ -4,7 +4,6 @@ the FLOPs of the matrix products. All figures are of one device and one step.
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -163,12 +162,12 @@ class Program:
         return sum(place.times * self.matmul_flops(place.instruction, place.computation) for place in self.places)
 
     @cached_property
-    def attention_calls(self) -> Counter[str]:
-        """How often a step runs an attention kernel, by scope."""
-        calls: Counter[str] = Counter()
+    def attention_calls(self) -> dict[str, float]:
+        """How often a step runs an attention kernel, by scope; those that it runs."""
+        calls: dict[str, float] = {}
         for place in self.places:
             if (scope := self.attention(place.instruction)) is not None:
-                calls[scope] += place.times  # type: ignore[assignment]
+                calls[scope] = calls.get(scope, 0.0) + place.times
         return calls
 
     def attention(self, instruction: Instruction) -> str | None:
