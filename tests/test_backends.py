@@ -55,3 +55,11 @@ def test_another_backend_than_asked_is_refused(asked: str, program: str, got: st
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_where_there_is_no_choice_nothing_is_said(platform: str):
     assert checked("auto", "no program at all", platform) == []
+
+
+def test_a_program_in_a_form_that_is_new_ends_no_run_that_asked_for_nothing():
+    new = re.sub(r"source_target_pairs=\{.*?\}\}", "replica_groups=<new>", RING)
+    (line,) = checked("auto", new)
+    assert "cannot be read from the compiled step" in line
+    with pytest.raises(ConfigError, match="communication.backend = 'nvshmem': .*communication.backend=auto goes on"):
+        checked("nvshmem", new)

@@ -18,16 +18,28 @@ def check(built: Build, step: jax.stages.Compiled, say: Callable[[str], None]) -
     """Says which backend each kind of collective is on. Only GPUs have a choice: elsewhere it says nothing.
 
     Raises:
-      ConfigError: where a CollectivePermute is not on the backend that `communication.backend` asks for.
+      ConfigError: where a CollectivePermute is not on the backend that `communication.backend` asks for, or that cannot
+        be known because XLA wrote the program in a form that is new to the reader.
     """
     if built.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return
-    program = Program.read(step.as_text() or "", built.mesh.shape, "cuda")
-    for line in _lines(program):
-        say(line)
     asked = built.config.communication.backend
-    if wrong := backend_mismatches(program, asked):
-        raise ConfigError([Problem("communication.backend", asked, message) for message in wrong], "the compiled step")
+    try:
+        program = Program.read(step.as_text() or "", built.mesh.shape, "cuda")
+        lines, wrong = _lines(program), backend_mismatches(program, asked)
+    except (ValueError, LookupError) as error:
+        unread = f"which backend the collectives are on cannot be read from the compiled step: {error}"
+        if asked != "auto":
+            raise _refused(asked, [f"{unread}; communication.backend=auto goes on without knowing"]) from error
+        lines, wrong = [unread], []
+    for line in lines:
+        say(line)
+    if wrong:
+        raise _refused(asked, wrong)
+
+
+def _refused(asked: str, messages: list[str]) -> ConfigError:
+    return ConfigError([Problem("communication.backend", asked, message) for message in messages], "the compiled step")
 
 
 def _lines(program: Program) -> list[str]:
