@@ -200,17 +200,23 @@ def _tensor(share: Share, assumed: Assumptions) -> list[Transfer]:
 
 
 def _ends(share: Share, assumed: Assumptions) -> list[Transfer]:
-    """The embedding and the head, once a micro-batch."""
+    """The embedding and the head, once a micro-batch; the head is gathered once for both passes."""
     axes = ("fsdp", "context")
-    over, micro = link(share.mesh, axes, assumed), share.micro_batches
-    head, d_head = share.head_weights * share.compute_bytes, share.head_weights * FLOAT32
-    stream = share.tokens * share.config.model.embed_dim * share.compute_bytes
+    over, tensor = link(share.mesh, axes, assumed), link(share.mesh, ("tensor",), assumed)
+    micro, numbers = share.micro_batches, share.tokens * share.config.model.embed_dim
+    head, stream = share.head_weights * share.compute_bytes, numbers * share.compute_bytes
+    d_head, d_stream = share.head_weights * FLOAT32, numbers * FLOAT32
 
-    def exposed(what: str, kind: str, count: int, sent: float, seconds: float) -> Transfer:
+    def exposed(what: str, kind: str, axes: tuple[str, ...], count: int, sent: float, seconds: float) -> Transfer:
         return Transfer(what, kind, axes, count, count * sent, count * seconds, count * seconds)
 
+    def summed(what: str, whole: float) -> Transfer:
+        return exposed(what, "all-reduce", ("tensor",), micro, 2 * tensor.sent(whole), tensor.reduce(whole))
+
     return [
-        exposed("head", "all-gather", 2 * micro, over.sent(head), over.gather(head)),
-        exposed("head's gradient, float32", "reduce-scatter", micro, over.sent(d_head), over.gather(d_head)),
-        exposed("embeddings", "all-to-all", 2 * micro, over.sent(stream), over.all_to_all(stream)),
+        exposed("head", "all-gather", axes, micro, over.sent(head), over.gather(head)),
+        exposed("head's gradient, float32", "reduce-scatter", axes, micro, over.sent(d_head), over.gather(d_head)),
+        exposed("embeddings", "all-to-all", axes, 2 * micro, over.sent(stream), over.all_to_all(stream)),
+        summed("embeddings", stream),
+        summed("hidden states' gradient, float32", d_stream),
     ]
