@@ -21,6 +21,7 @@ from longtrain.errors import ConfigError, Problem
 from longtrain.model import Execution, Llama
 from longtrain.ops import kernels
 from longtrain.ops.kernels.workload import Workload
+from longtrain.parallel import selftest
 from longtrain.parallel.mesh import AXES, make_mesh
 from longtrain.parallel.sharding import ACTIVATION, BATCH_AXES, spec
 from longtrain.state import State
@@ -57,6 +58,21 @@ class Build:
         }
         row_cut = NamedSharding(self.mesh, P(BATCH_AXES))
         return batch | {"row_stats": jax.ShapeDtypeStruct((sequences, ROW_STATS), jnp.uint32, sharding=row_cut)}
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers in a device's keys and values of one layer and micro-batch: what a step of the ring sends."""
+        config, sizes = self.config, self.mesh.shape
+        rows = config.batch.sequences // (config.batch.accumulation * sizes["data"] * sizes["fsdp"])
+        heads = max(config.model.num_kv_heads // sizes["tensor"], 1)
+        return 2 * rows * heads * (config.sequence_length // sizes["context"]) * config.model.head_dim
+
+    def check_permutes(self) -> None:
+        """Raises ClusterError where a permute on the mesh loses data: see `parallel/selftest.py`. Every process must
+        call it."""
+        how = self.how
+        message = self.kv_numbers // (2 if how.two_way else 1)
+        selftest.check_permutes(self.mesh, ulysses_degree=how.ulysses_degree, two_way=how.two_way, message=message)
 
     def lowered_train_step(self) -> jax.stages.Lowered:
         """The train step of (state, batch, stop votes), traced but not yet compiled; the state is donated."""

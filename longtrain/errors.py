@@ -37,7 +37,7 @@ class CheckpointError(LongtrainError):
 
 
 class ClusterError(LongtrainError):
-    """The devices or processes asked for are not there, or a peer died."""
+    """The devices or processes asked for are not there, a peer died, or what travels between them is lost."""
 
     exit_code = 6
 

@@ -35,6 +35,7 @@ def train(config: Config) -> None:
 
     Raises:
       ConfigError, DataError, CheckpointError: as `errors.py` says.
+      ClusterError: the mesh's permutes lose data.
       DataError: also, once all is saved, when the data ends before `run.steps`.
       NonFiniteError: more than `guard.max_bad_steps` steps in a row were not finite.
       Preempted: a signal asked the run to stop, and it has saved.
@@ -53,6 +54,8 @@ def train(config: Config) -> None:
         say(f"mesh: {sizes} on {devices.size} x {devices[0].device_kind}, {jax.process_count()} process(es)")
         for choice in built.choices:
             say(choice)
+        process.wait_for_all("the self-test of permutes")
+        built.check_permutes()
         prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
         index = RowIndex.of(config, prepared, "train")
         say(
