@@ -12,6 +12,7 @@ from longtrain.build import build
 from longtrain.config import Config, load, with_overrides
 from longtrain.errors import ConfigError
 from longtrain.ops import kernels
+from longtrain.ops.kernels import cudnn_internals
 from longtrain.ops.kernels.workload import Workload
 from longtrain.plan import alternatives, assumptions
 from longtrain.plan.estimate import Plan, plan, replanned
@@ -320,10 +321,26 @@ def test_the_longest_row_fits_and_the_next_does_not():
 
 
 @pytest.mark.parametrize(("kind", "platform", "capability"), [("H100", "gpu", "9.0"), ("v5p", "tpu", None)])
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
-def test_the_kernel_is_the_one_that_will_run(kind: str, platform: str, capability: str | None, strategy: str):
-    """For packed rows, which no kernel that has to be installed serves."""
-    config = shipped("llama3_8b_64k", f"attention.strategy={strategy}")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("data.packing=one",),
+        ("data.packing=one", "attention.layout=dealt"),
+        ("data.packing=one", "attention.layout=zigzag", "attention.strategy=all_gather"),
+        ("data.packing=one", "model.compute_dtype=float32"),
+        ("data.packing=one", "model.head_dim=100"),
+        ("attention.strategy=ulysses", "model.head_dim=256"),
+        ("model.head_dim=512",),
+    ],
+    ids=" ".join,
+)
+def test_the_kernel_is_the_one_that_will_run(
+    monkeypatch: pytest.MonkeyPatch, kind: str, platform: str, capability: str | None, overrides: tuple[str, ...]
+):
+    """Where what the kernels need is installed."""
+    monkeypatch.setattr(cudnn_internals, "missing", lambda: None)
+    config = shipped("llama3_8b_64k", *overrides)
     model = config.model
     work = Workload(
         platform=platform,
@@ -334,9 +351,9 @@ def test_the_kernel_is_the_one_that_will_run(kind: str, platform: str, capabilit
         kv_heads=model.num_kv_heads,
         tokens=config.sequence_length // 4,
         context=4,
-        strategy=strategy,
-        layout="auto",
-        one_document=False,
+        strategy=config.attention.strategy,
+        layout=config.attention.layout,
+        one_document=config.data.packing == "one",
         interpret=False,
     )
     assert plan(config, kind).share.kernel == kernels.select("auto", work)[0]
