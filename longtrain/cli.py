@@ -103,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
         help="with --compile: the hardware's own (default), or the CPU's for an estimate of the memory alone",
     )
     planned.add_argument("--strict", action="store_true", help="with --compile: findings of the lint are a failure")
+    planned.add_argument(
+        "--timeline", type=_new_file, metavar="FILE", help="with --compile: draw a step in time, as SVG"
+    )
     _json_option(planned)
     evaluate = _config_command(commands, "eval", _evaluate, "loss of a run's checkpoint on the held-out documents")
     _step_option(evaluate, "evaluate the checkpoint of this step (default: the newest)")
@@ -199,12 +202,11 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from longtrain.config import load
-    from longtrain.errors import CheckFailed, ConfigError, Problem
+    from longtrain.errors import CheckFailed
     from longtrain.plan import estimate, report
 
-    if not arguments.compile and (arguments.strict or arguments.compiler != "device"):
-        given = "--strict" if arguments.strict else f"--compiler {arguments.compiler}"
-        raise ConfigError([Problem(given, "without --compile", "says nothing of a plan from formulas")], "the plan")
+    if not arguments.compile:
+        _refuse_without_compile(arguments)
     plan = estimate.plan(
         load(arguments.config, arguments.overrides),
         arguments.hardware,
@@ -226,6 +228,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     found = audit.audit(plan, arguments.compiler, say=lambda message: print(message, file=sys.stderr, flush=True))
     report_compiled.show(found)
+    if arguments.timeline is not None and (picture := found.timeline()) is not None:
+        arguments.timeline.write_text(picture, encoding="utf-8")
     # The compiler's word on what fits stands above the formulas'.
     _write_json(arguments.json, plan.to_json() | {"fits": found.fits, "compiled": found.to_json()})
     if not found.fits:
@@ -233,6 +237,23 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.strict and found.findings:
         rules = ", ".join(dict.fromkeys(finding.rule for finding in found.findings))
         raise CheckFailed(f"--strict: the lint found {len(found.findings)}: {rules}")
+
+
+def _refuse_without_compile(arguments: argparse.Namespace) -> None:
+    from longtrain.errors import ConfigError, Problem
+
+    given = {
+        "--strict": arguments.strict,
+        "--compiler cpu": arguments.compiler == "cpu",
+        f"--timeline {arguments.timeline}": arguments.timeline is not None,
+    }
+    problems = [
+        Problem(option, "without --compile", "says nothing of a plan from formulas")
+        for option, is_given in given.items()
+        if is_given
+    ]
+    if problems:
+        raise ConfigError(problems, "the plan")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

@@ -154,6 +154,13 @@ def test_the_command_says_what_was_compiled(worker: Worker, tmp_path: Path, caps
     assert "The compiled step fits: 3.0 GiB" in printed and "collective-permute" in printed
 
 
+def test_the_step_is_drawn(worker: Worker, tmp_path: Path):
+    worker()
+    assert plan(tmp_path, "--timeline", str(tmp_path / "step.svg"))[0] == 0
+    picture = (tmp_path / "step.svg").read_text(encoding="utf-8")
+    assert "tiny, rows of 16,384 tokens, 8 x GB200, fsdp 2 x context 4" in picture and "collective-permute" in picture
+
+
 def test_what_the_compiler_needs_decides_whether_it_fits(worker: Worker, tmp_path: Path, capsys):
     worker(needed=500 * GIB)
     code, said = plan(tmp_path)
@@ -226,7 +233,7 @@ def test_a_shipped_config_has_no_findings(tmp_path: Path, monkeypatch: pytest.Mo
     assert 1 < compiled["flops_per_device"] * said["devices"] / said["flops_per_step"] < 1.3
 
 
-@pytest.mark.parametrize("options", [["--strict"], ["--compiler", "cpu"]])
+@pytest.mark.parametrize("options", [["--strict"], ["--compiler", "cpu"], ["--timeline", "step.svg"]])
 def test_options_of_compiling_alone_are_refused_without_it(options: list[str], capsys):
     assert cli.main(["plan", "config.yaml", "--hardware", "GB200", *options]) == 2
     assert f"{' '.join(options)} = 'without --compile'" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from longtrain.plan import buffers, compiling, links, lint, schedule, targets, timing
+from longtrain.plan import buffers, compiling, links, lint, schedule, targets, timeline, timing
 from longtrain.plan.buffers import Buffer
 from longtrain.plan.estimate import Plan
 from longtrain.plan.lint import Audit, Finding, Shapes
@@ -90,6 +90,21 @@ class CompiledPlan:
             found.setdefault((one.kind, one.axes, one.backend, one.asynchronous), []).append(transfer)
         groups = [Group(*key, transfers=tuple(transfers)) for key, transfers in found.items()]
         return sorted(groups, key=lambda group: -group.bytes)
+
+    def timeline(self) -> str | None:
+        """The step in time, as SVG; None where there is no schedule."""
+        if self.program is None or self.schedule is None:
+            return None
+        program, share = self.program, self.plan.share
+        places = [(place.instruction, place.computation) for place in program.places]
+        mesh = " x ".join(f"{axis} {size}" for axis, size in share.mesh.axes.items() if size > 1) or "one device"
+        name, length = self.plan.config.model.preset or "model", self.plan.config.sequence_length
+        return timeline.svg(
+            self.schedule,
+            f"{name}, rows of {length:,} tokens, {share.devices} x {self.target.kind}, {mesh}",
+            products=frozenset(one.name for one, inside in places if program.matmul_flops(one, inside)),
+            attention=frozenset(one.name for one, _ in places if program.attention(one)),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The contract's `compiled`, and more."""

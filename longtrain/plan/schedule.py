@@ -56,14 +56,38 @@ class Transfer:
         return self.exposed * self.collective.times
 
 
+@dataclass(frozen=True, eq=False)
+class Event:
+    """Something that takes time, in seconds from its computation's beginning.
+
+    Attributes:
+      lane: compute, transfer, wait (for a transfer) or loop (what runs the computation `inner`, `count` times).
+    """
+
+    lane: str
+    start: float
+    end: float
+    instruction: Instruction
+    collective: Collective | None = None
+    inner: str = ""
+    count: float = 1
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """A step's time by the model: the transfers in the program's order, the seconds of the whole, and those of each
-    instruction's compute, once, with all that it calls."""
+    """A step's time by the model.
+
+    Attributes:
+      transfers: in the program's order. seconds: of the whole step.
+      compute: seconds of each instruction's compute, once, with all that it calls.
+      events: of each computation, once. entry: the computation that is the step.
+    """
 
     transfers: list[Transfer]
     seconds: float
     compute: Mapping[str, float]
+    events: Mapping[str, list[Event]]
+    entry: str
 
     @property
     def exposed_seconds(self) -> float:
@@ -85,6 +109,7 @@ class _Simulation:
     seconds: dict[str, float] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
+    events: dict[str, list[Event]] = field(default_factory=dict)
 
     def run(self, computation: Computation) -> float:
         """Seconds of a computation, once; the transfers in it are noted."""
@@ -92,9 +117,13 @@ class _Simulation:
             return self.seconds[computation.name]
         now = link_free = 0.0
         flights: dict[str, _Flight] = {}
+        events: list[Event] = []
         for instruction in computation.instructions:
             if instruction.opcode.endswith("-done") and (flight := flights.pop(instruction.operands[0], None)):
                 flight.transfer.exposed = max(0.0, flight.ends - now)
+                events.append(
+                    Event("wait", now, now + flight.transfer.exposed, instruction, flight.transfer.collective)
+                )
                 now += flight.transfer.exposed
                 continue
             started = now
@@ -103,21 +132,27 @@ class _Simulation:
                 transfer = Transfer(collective, self.rates.transfer(collective))
                 self.transfers.append(transfer)
                 link_free = max(now, link_free) + transfer.seconds
+                events.append(Event("transfer", link_free - transfer.seconds, link_free, instruction, collective))
                 if collective.asynchronous:
                     flights[instruction.name] = _Flight(transfer, link_free)
                 else:
                     transfer.exposed = link_free - now
+                    events.append(Event("wait", now, link_free, instruction, collective))
                     now = link_free
                 continue
             now += self.compute(instruction, computation)
+            events.append(Event("compute", started, now, instruction))
             for inner, count in self.program.callees(instruction, computation):
+                begun = now
                 now += count * self.run(inner)
+                events.append(Event("loop", begun, now, instruction, inner=inner.name, count=count))
             self.spent[instruction.name] = now - started
             for flight in flights.values():
                 flight.transfer.beside += now - started
                 if now - started > flight.longest_seconds:
                     flight.longest_seconds, flight.transfer.longest = now - started, instruction
         self.seconds[computation.name] = now
+        self.events[computation.name] = [event for event in events if event.end > event.start]
         return now
 
     def compute(self, instruction: Instruction, computation: Computation) -> float:
@@ -138,7 +173,8 @@ def simulate(program: Program, rates: Rates) -> Schedule:
             times[place.computation.name] += place.times
     simulation = _Simulation(program, rates, times)
     seconds = simulation.run(program.module.entry)
-    return Schedule(simulation.transfers, seconds, simulation.spent)
+    entry = program.module.entry.name
+    return Schedule(simulation.transfers, seconds, simulation.spent, simulation.events, entry)
 
 
 def touched(instruction: Instruction, computation: Computation, program: Program) -> int:
