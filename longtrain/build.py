@@ -102,6 +102,9 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
     devices = jax.devices() if devices is None else devices
     sizes = resolve_mesh(config, len(devices))
     mesh = make_mesh(sizes.axes, devices)
+    if config.memory.offload != "none" and mesh.devices.flat[0].platform == "cpu":
+        message = "must be none on the CPU, whose devices have no memory but the host's"
+        raise ConfigError([Problem("memory.offload", config.memory.offload, message)])
     one_document = config.data.packing == "one"
     work = Workload.on(
         mesh.devices.flat[0],
@@ -138,6 +141,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
         two_way=config.attention.two_way,
         unroll=config.attention.unroll,
         remat=config.memory.remat,
+        offload=config.memory.offload,
         loss_chunk=config.memory.loss_chunk,
         mlp_chunk=config.memory.mlp_chunk,
         compute_dtype=config.model.compute_dtype,

@@ -54,6 +54,7 @@ class Execution:
     two_way: bool
     unroll: bool
     remat: str
+    offload: str
     loss_chunk: int
     mlp_chunk: int | None
     compute_dtype: str
@@ -166,8 +167,8 @@ class Llama(nnx.Module):
             return block(x_BSD, positions_BS, segments_BS, phases_BSP, how), None
 
         if how.remat != "none":
-            keep = jax.checkpoint_policies.save_only_these_names(*REMAT_KEEPS[how.remat])
-            layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)  # a scan needs no barrier of its own
+            # A scan needs no barrier of its own.
+            layer = jax.checkpoint(layer, policy=_kept(how.remat, how.offload), prevent_cse=False)
         x_BSD, _ = jax.lax.scan(layer, x_BSD, stacked)
         return rms_norm(x_BSD, self.final_norm_D[...], self.config.norm_eps)
 
@@ -179,6 +180,19 @@ class Llama(nnx.Module):
         """Every token's cross-entropy against its target, float32 [B, S]; weights are the caller's business."""
         x_BSD = self.hidden(batch["tokens"], batch["positions"], batch["segments"], how)
         return token_losses(x_BSD, self.head(), batch["targets"], how.mesh, how.loss_chunk)
+
+
+def _kept(remat: str, offload: str) -> Callable[..., Any]:
+    """The policy that keeps what REMAT_KEEPS names, what is offloaded in the host's memory."""
+    names = REMAT_KEEPS[remat]
+    if offload == "none":
+        return jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name in names if name not in SAVED_NAMES],
+        names_which_can_be_offloaded=list(SAVED_NAMES),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 def _initial(config: ModelConfig, key: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:

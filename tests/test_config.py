@@ -408,6 +408,12 @@ def test_a_bad_value_is_refused_by_key_with_what_is_legal(override: str, key: st
             "attention.two_way",
             "over attention.ulysses_degree = 2 are not an even number",
         ),
+        (["memory.offload=attention", "memory.remat=none"], "memory.offload", "must be none with memory.remat none"),
+        (
+            ["memory.offload=attention", "mesh.simulate_devices=auto"],
+            "memory.offload",
+            "must be none: simulated devices are the CPU's",
+        ),
         (["attention.unroll=true", "attention.strategy=ulysses"], "attention.unroll", "strategy ulysses has no steps"),
         (
             ["optimizer.decay=wsd", "optimizer.decay_fraction=0.5", "optimizer.warmup_steps=3"],

@@ -1,5 +1,7 @@
 """The train step: accumulation, padding, steps that are not finite, donation, and what it counts."""
 
+import collections
+import dataclasses
 import functools
 
 import jax
@@ -7,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import steps
 import tiny
 from longtrain import optimizer
 from longtrain.build import build
+from longtrain.errors import ConfigError
 
 SMALL = ("model.num_layers=1", "model.embed_dim=32", "model.vocab_size=264", "model.mlp_dim=48", "memory.remat=none")
 
@@ -173,3 +177,39 @@ def test_the_loss_of_the_same_rows_in_another_order_is_the_same(step, state):
     (_, one), (_, two) = step(state, batch()), step(again, other)
     assert float(one["loss"]) == pytest.approx(float(two["loss"]), rel=1e-6)
     assert float(one["grad_norm"]) == pytest.approx(float(two["grad_norm"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("offload", ["none", "attention"])
+def test_offloading_sends_attentions_results_to_the_host_and_nothing_else(offload):
+    """The CPU has no second memory, and its compiler drops the transfers: the program as traced must do."""
+    config = tiny.config("mesh.context=2", "model.num_layers=3")
+    built = build(config, steps.devices(config))
+    how = dataclasses.replace(built.how, offload=offload)
+
+    def loss(parameters, batch):
+        return nnx.merge(built.graph, parameters).losses(batch, how).sum()
+
+    moved = collections.Counter()
+
+    def count(jaxpr, times: int) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "device_put":
+                [place] = equation.params["devices"]
+                moved[place, equation.invars[0].aval.shape] += times
+            inner = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
+            for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(part, "jaxpr") or hasattr(part, "eqns"):
+                    count(getattr(part, "jaxpr", part), inner)
+
+    count(jax.make_jaxpr(jax.grad(loss))(built.state.parameters, built.batch(4)).jaxpr, 1)
+    # Of a device and layer: out [B, K, G, T, H] and the statistics [2, B, K, G, T], there and back.
+    out, statistics = (4, 2, 2, 32, 16), (2, 4, 2, 2, 32)
+    there, back = jax.memory.Space.Host, jax.memory.Space.Device
+    expected = {(place, shape): 3 for place in (there, back) for shape in (out, statistics)}
+    assert moved == (expected if offload == "attention" else {})
+
+
+def test_offloading_is_refused_on_the_cpu():
+    config = tiny.config("memory.offload=attention")
+    with pytest.raises(ConfigError, match="memory.offload = 'attention': must be none on the CPU"):
+        build(config, steps.devices(config))

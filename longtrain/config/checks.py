@@ -180,6 +180,18 @@ def _mlp_chunk(values: Values) -> Iterator[Problem]:
         yield Problem("memory.mlp_chunk", chunk, message)
 
 
+@_needs("memory.offload", "memory.remat", "mesh.simulate_devices")
+def _offload(values: Values) -> Iterator[Problem]:
+    if values["memory.offload"] == "none":
+        return
+    if values["memory.remat"] == "none":
+        message = "must be none with memory.remat none, which keeps everything a layer computes, named or not"
+        yield Problem("memory.offload", values["memory.offload"], message)
+    if values["mesh.simulate_devices"] is not None:
+        message = "must be none: simulated devices are the CPU's, and have no memory but the host's"
+        yield Problem("memory.offload", values["memory.offload"], message)
+
+
 @_needs("mesh.tensor")
 def _tensor(values: Values) -> Iterator[Problem]:
     """Heads, hidden width and vocabulary are sharded over tensor; kv heads fewer than shards are repeated."""

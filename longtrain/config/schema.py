@@ -290,7 +290,11 @@ class MemoryConfig(Section):
         description="What of a layer the backward pass recomputes, attention itself never; none: nothing; "
         "attention_saved: all but attention and its q, k, v; full: all but attention.",
     )
-    offload: Literal["none"] = Field("none", description="What is kept in host memory.")
+    offload: Literal["none", "attention"] = Field(
+        "none",
+        description="What the backward pass needs and host memory keeps meanwhile; attention: each layer's attention "
+        "output and softmax statistics. Needs a `remat`, and a GPU or TPU.",
+    )
     loss_chunk: Count = Field(
         1024,
         description="Tokens of the local sequence whose logits exist at a time, in the head and the loss.",

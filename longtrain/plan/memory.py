@@ -90,9 +90,12 @@ def _saved(share: Share) -> list[Term]:
     numbers = layers * share.tokens
     stream, inner = numbers * model.embed_dim, numbers * share.mlp
     heads, kv_heads = numbers * share.heads * model.head_dim, 2 * numbers * share.kv_heads_held * model.head_dim
+    # Offloaded they are in the host's memory, but for a layer's on its way there.
+    kept = 1 if share.config.memory.offload == "none" else 1 / layers
+    statistics = numbers * share.heads * 2 * FLOAT32
     terms = [
-        Term("activations", "saved: attention's output", heads * compute),
-        Term("activations", "saved: attention's softmax statistics, float32", numbers * share.heads * 2 * FLOAT32),
+        Term("activations", "saved: attention's output", round(kept * heads * compute)),
+        Term("activations", "saved: attention's softmax statistics, float32", round(kept * statistics)),
     ]
     if remat == "none":
         # All that any derivative reads: three float32 arrays within each norm, six within the MLP, q twice, and the
