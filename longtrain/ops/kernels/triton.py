@@ -19,7 +19,7 @@ Triton kernel builds the whole mask in memory and gives dk and dv for each query
 computes the tiles that the mask hides. cuDNN has `cudnn.py`.
 
 jax 0.12 calls Pallas' Triton route deprecated in favour of Mosaic GPU, whose kernels are written for one generation of
-GPUs each and cannot be interpreted without one. The day jax drops it, `tests/test_kernels_aot.py` fails.
+GPUs each and cannot be interpreted without one. The day jax drops it, `tests/test_kernels_gpu.py` fails.
 """
 
 import functools
