@@ -109,6 +109,28 @@ def test_it_is_dense_attention_in_more_cases(case, monkeypatch):
 
 
 @pytest.mark.slow
+def test_block_results_in_bfloat16_cost_little():
+    """docs/ring_attention.md has the numbers of 2048 tokens, for rings of 1 to 8."""
+    size = {"layout": "zigzag", "mesh": "context=8", "length": 1024, "heads": (4, 1), "head_dim": 128}
+    float32_results = test_attention.case("xla", **size, dtype=jnp.bfloat16)
+    (N, K), H, S = size["heads"], size["head_dim"], size["length"]
+    rng = np.random.default_rng(0)
+    arrays = (*rng.standard_normal((2, 1, S, N, H)), *rng.standard_normal((2, 1, S, K, H)))
+    q, d_out, k, v = (x.astype(jnp.bfloat16) for x in arrays)
+    rows = test_attention.Rows(q, k, v, d_out, *(x[None].astype(np.int32) for x in packed(S)))
+    answer = rows.reference()
+
+    def errors(case: Case) -> dict[str, float]:
+        """Root mean square."""
+        got = {name: x.astype(np.float64) - answer.values[name] for name, x in case(rows).items()}
+        return {name: np.square(error).mean() ** 0.5 for name, error in got.items()}
+
+    least, got = errors(float32_results), errors(case("cudnn", **size, dtype=jnp.bfloat16))
+    ratio = {name: got[name] / least[name] for name in got}
+    assert max(ratio.values()) < 1.4, ratio
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_rows_that_break_the_promise_are_right_or_nan(case):
     rows = test_attention.make_rows(case)

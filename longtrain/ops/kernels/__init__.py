@@ -78,7 +78,8 @@ def _automatic(work: Workload) -> tuple[str, str]:
     if work.platform == "cpu":
         return "xla", "the blockwise kernel is the fast one on CPU"
     why = "; ".join(refused) or "none is written yet"
-    return "xla", f"NO FUSED KERNEL SERVES, and the blockwise one is several times slower on {work.platform}: {why}"
+    slow = f"and the blockwise one sends its scores through the {work.platform.upper()}'s memory"
+    return "xla", f"NO FUSED KERNEL SERVES, {slow}: {why}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,13 +39,9 @@ CAPABILITY = (8, 0)
 
 def limits(work: Workload) -> str | None:
     """Why it cannot serve this workload; None where it can."""
-    if work.platform != "gpu" or work.capability is None:
+    if work.platform != "gpu":
         return f"it is NVIDIA's, not for {work.platform}"
-    try:
-        capability = tuple(int(part) for part in work.capability.split("."))
-    except ValueError:
-        return f"it is NVIDIA's, not for {work.capability}"
-    if capability < CAPABILITY:
+    if not work.has_capability(CAPABILITY):
         return f"compute capability {work.capability}: it needs {'.'.join(map(str, CAPABILITY))} (Ampere) or later"
     if not work.one_document:
         return "it serves rows of one document each (data.packing one) only"

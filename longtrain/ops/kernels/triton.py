@@ -48,7 +48,7 @@ SMALLEST = 16
 
 LARGEST_HEAD_DIM = 128
 DTYPES = ("bfloat16", "float16", "float32")
-CAPABILITY = 8.0
+CAPABILITY = (8, 0)
 
 Arrays = tuple[jax.Array, ...]
 Refs = tuple[Any, ...]
@@ -58,20 +58,13 @@ def limits(work: Workload) -> str | None:
     """Why it cannot serve this workload; None where it can."""
     if not work.interpret and work.platform != "gpu":
         return f"it compiles for NVIDIA GPUs, not for {work.platform}"
-    if not work.interpret and not _capable(work.capability):
-        return f"compute capability {work.capability}: it needs {CAPABILITY} (Ampere) or later"
+    if not work.interpret and not work.has_capability(CAPABILITY):
+        return f"compute capability {work.capability}: it needs {'.'.join(map(str, CAPABILITY))} (Ampere) or later"
     if work.head_dim > LARGEST_HEAD_DIM:
         return f"head_dim {work.head_dim}: at most {LARGEST_HEAD_DIM}"
     if work.dtype not in DTYPES:
         return f"dtype {work.dtype}: one of {', '.join(DTYPES)}"
     return None
-
-
-def _capable(capability: str | None) -> bool:
-    try:
-        return float(capability or "") >= CAPABILITY
-    except ValueError:  # AMD's are names
-        return False
 
 
 def forward(

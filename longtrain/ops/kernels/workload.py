@@ -87,6 +87,11 @@ class Workload:
             interpret=interpreting(),
         )
 
+    def has_capability(self, least: tuple[int, int]) -> bool:
+        """Whether the device is an NVIDIA GPU of at least this compute capability; other vendors' are names."""
+        parts = (self.capability or "").split(".")
+        return all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= least
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
