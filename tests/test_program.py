@@ -195,6 +195,51 @@ def test_trip_counts_are_read_from_the_condition_where_xla_states_none():
     assert counted(Program.read(unstated, MESH, "cuda")) == counted(Program.read(stated, MESH, "cuda"))
 
 
+UNROLLED = """HloModule m, is_scheduled=true
+
+%grow (given: s32[]) -> s32[] {{
+  %given = s32[] parameter(0)
+  %by = s32[] constant({by})
+  ROOT %sum = s32[] add(%given, %by)
+}}
+
+%body (carried: (f32[4,4], s32[])) -> (f32[4,4], s32[]) {{
+  %carried = (f32[4,4]{{1,0}}, s32[]) parameter(0)
+  %x = f32[4,4]{{1,0}} get-tuple-element(%carried), index=0
+  %i = s32[] get-tuple-element(%carried), index=1
+  %product = f32[4,4]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %next = s32[] fusion(%i), kind=kLoop, calls=%grow
+  %one = s32[] constant(1)
+  %then = s32[] add(%one, %next)
+  ROOT %out = (f32[4,4]{{1,0}}, s32[]) tuple(%product, %then)
+}}
+
+%condition (given: (f32[4,4], s32[])) -> pred[] {{
+  %given = (f32[4,4]{{1,0}}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%given), index=1
+  %limit = s32[] constant({limit})
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}}
+
+ENTRY %main (x: f32[4,4]) -> f32[4,4] {{
+  %x = f32[4,4]{{1,0}} parameter(0)
+  %start = s32[] constant({start})
+  %begin = s32[] copy(%start)
+  %all = (f32[4,4]{{1,0}}, s32[]) tuple(%x, %begin)
+  %loop = (f32[4,4]{{1,0}}, s32[]) while(%all), condition=%condition, body=%body
+  ROOT %out = f32[4,4]{{1,0}} get-tuple-element(%loop), index=0
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "limit", "by", "trips"), [(0, 8, 0, 8), (0, 8, 1, 4), (2, 8, 1, 3), (0, 7, 1, 4), (3, 3, 1, 0)]
+)
+def test_a_loop_that_the_compiler_unrolled_runs_less_often(start: int, limit: int, by: int, trips: int):
+    read = Program.read(UNROLLED.format(start=start, limit=limit, by=by), {"data": 1}, "tpu")
+    assert read.flops == trips * 2 * 4**3
+
+
 @pytest.mark.parametrize(
     ("shapes", "expression"),
     [

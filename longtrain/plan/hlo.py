@@ -13,7 +13,7 @@ the loop's condition.
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,10 @@ NO_WORK = frozenset(
     ("parameter", "constant", "iota", "partition-id", "replica-id", "tuple", "get-tuple-element", "bitcast")
     + ("after-all", "opt-barrier", "add-dependency")
 )
+
+
+Linear = tuple[int, int]
+"""How often a counter stands in a number, and what is added to it."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,8 @@ class Module:
         return int(stated) if stated is not None else self._counted(loop, caller)
 
     def _counted(self, loop: Instruction, caller: Computation) -> int | None:
-        """Of a condition `counter < constant`, for a counter that starts at a constant and grows by one."""
+        """Of a condition `counter < constant`, for a counter that starts at a constant and grows by one, or by more
+        where the compiler has unrolled the loop."""
         condition = self.computations[loop.called["condition"]]
         test = condition.root
         if test.opcode == "fusion":
@@ -186,7 +191,43 @@ class Module:
             return None
         index = int(counter.attribute(r"index=(\d+)") or 0)
         start = _element(caller, loop.operands[0], index)
-        return int(limit.constant) - int(start.constant) if start and start.opcode == "constant" else None
+        growth = self._growth(self.computations[loop.called["body"]], index)
+        if start is None or start.opcode != "constant" or not growth:
+            return None
+        return max(0, -(-(int(limit.constant) - int(start.constant)) // growth))
+
+    def _growth(self, body: Computation, index: int) -> int | None:
+        """What a step of a loop adds to the counter, the element `index` of what it carries."""
+        after = _element(body, body.root.name, index)
+        counters: dict[str, Linear] = {one.name: (1, 0) for one in body.instructions if _is_element(one, body, index)}
+        value = self._sum(after, body, counters) if after is not None else None
+        return value[1] if value is not None and value[0] == 1 else None
+
+    def _sum(self, one: Instruction, inside: Computation, known: dict[str, Linear]) -> Linear | None:
+        """An integer as counters * known + constant, if it is one."""
+        one = _copied(inside, one, stop=known)
+        if one.name in known:
+            return known[one.name]
+        if one.opcode == "constant" and re.fullmatch(r"-?\d+", one.constant):
+            return 0, int(one.constant)
+        values = [self._sum(operand, inside, known) for operand in inside.operands(one)]
+        if one.opcode == "add":
+            if len(values) == 2 and values[0] and values[1]:
+                return values[0][0] + values[1][0], values[0][1] + values[1][1]
+        elif one.opcode == "fusion":
+            fused = self.computations[one.called["calls"]]
+            given = {
+                parameter.name: value
+                for parameter in fused.instructions
+                if parameter.opcode == "parameter" and (value := values[int(parameter.constant)])
+            }
+            return self._sum(fused.root, fused, given)
+        return None
+
+
+def _is_element(one: Instruction, body: Computation, index: int) -> bool:
+    of_parameter = one.opcode == "get-tuple-element" and body.by_name[one.operands[0]].opcode == "parameter"
+    return of_parameter and one.attribute(r"index=(\d+)") == str(index)
 
 
 def _element(computation: Computation, tuple_name: str, index: int) -> Instruction | None:
@@ -196,9 +237,10 @@ def _element(computation: Computation, tuple_name: str, index: int) -> Instructi
     return _copied(computation, computation.by_name[made.operands[index]])
 
 
-def _copied(computation: Computation, instruction: Instruction) -> Instruction:
+def _copied(computation: Computation, instruction: Instruction, stop: Container[str] = frozenset()) -> Instruction:
     """What an instruction is a copy of."""
-    while instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape"):
+    copies = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape")
+    while instruction.opcode in copies and instruction.name not in stop:
         instruction = computation.by_name[instruction.operands[0]]
     return instruction
 

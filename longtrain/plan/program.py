@@ -94,12 +94,16 @@ class Program:
                 yield from self._walk(inner, times * share)
 
     def callees(self, instruction: Instruction, caller: Computation) -> list[tuple[Computation, float]]:
-        """What an instruction runs, and how often each time: nothing for fusions and attention kernels."""
+        """What an instruction runs, and how often each time: nothing for fusions and attention kernels.
+
+        A loop whose length the data say counts once; there is none outside attention kernels.
+        """
         if self.attention(instruction) is not None:
             return []
         find = self.module.computations
         if instruction.opcode == "while":
-            return [(find[instruction.called["body"]], self.module.trips(instruction, caller) or 1)]
+            trips = self.module.trips(instruction, caller)
+            return [(find[instruction.called["body"]], 1 if trips is None else trips)]
         if instruction.opcode == "conditional":
             return [(find[name], 1 / len(instruction.branches)) for name in instruction.branches]
         if instruction.opcode == "call":
