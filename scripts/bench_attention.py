@@ -1,15 +1,19 @@
 """Measures attention on this machine's CPU and holds it against bars: `python scripts/bench_attention.py`.
 
 Times are process CPU seconds of forward and backward, the least of 3 runs that take turns, so that a busy
-machine disturbs all alike; wall times say nothing on simulated devices that share two cores. Unless said:
+machine disturbs all alike. Wall times (`--idle`) mean something only where nothing else runs. Unless said:
 8 query heads, 2 key/value heads, head_dim 64, batch 1, one document, float32.
 """
 
 import argparse
+import collections
+import contextlib
 import functools
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -37,17 +41,29 @@ def report(bar: str, value: float, limit: float | None = None, *, at_least: bool
     print(f"{bar:76} {value:7.3f}  {verdict}", flush=True)
 
 
-def cpu_seconds(calls: dict[str, Callable[[], object]], repeats: int = 3) -> dict[str, float]:
-    """Least process CPU seconds of each call; the calls take turns."""
+def report_exact(bar: str, value: object, expected: object) -> None:
+    """One line for what must be just so."""
+    print(f"{bar:76} {value!s:>7}  == {expected!s:<5} {'met' if value == expected else 'MISSED'}", flush=True)
+
+
+Call = Callable[[], object]
+
+
+def least_seconds(calls: dict[str, Call], clock: Callable[[], float], repeats: int = 3) -> dict[str, float]:
+    """Least seconds of each call by this clock; the calls take turns. One that returns a number has timed itself."""
     least = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         jax.block_until_ready(call())
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.process_time()
-            jax.block_until_ready(call())
-            least[name] = min(least[name], time.process_time() - start)
+            start = clock()
+            result = jax.block_until_ready(call())
+            least[name] = min(least[name], result if isinstance(result, float) else clock() - start)
     return least
+
+
+cpu_seconds = functools.partial(least_seconds, clock=time.process_time)
+wall_seconds = functools.partial(least_seconds, clock=time.perf_counter)
 
 
 def matmul(dtype: jnp.dtype) -> Callable[[], object]:
@@ -71,11 +87,12 @@ class Case:
         segments: np.ndarray | None = None,
         causal: bool = True,
         op: Callable[..., jax.Array] = attention,
+        **options,
     ):
         segments = np.ones(length, np.int32) if segments is None else segments
         starts = np.nonzero(np.diff(segments, prepend=-1))[0]
         positions = np.arange(length) - np.repeat(starts, np.diff(starts, append=length))
-        order = layout.order(layout_name, length, shards)
+        order = layout.Deal(layout_name, shards, options.get("ulysses_degree", 1)).order(length)
         mesh = make_mesh(shards) if shards > 1 else None
         place = functools.partial(
             jax.device_put, device=NamedSharding(mesh, PartitionSpec(None, "context")) if mesh else None
@@ -91,7 +108,7 @@ class Case:
 
         def both(q, k, v, d_out, positions, segments):
             tokens = {"positions_BS": positions, "segments_BS": segments}
-            call = functools.partial(op, **tokens, mesh=mesh, strategy=strategy, layout=layout_name)
+            call = functools.partial(op, **tokens, mesh=mesh, strategy=strategy, layout=layout_name, **options)
             out, pullback = jax.vjp(call, q, k, v)
             return out, pullback(d_out)
 
@@ -142,19 +159,83 @@ def bench_one_device(length: int, with_dense: bool) -> None:
         report(f"{size}: jax.nn.dot_product_attention / ours", ratio, limit, at_least=True)
 
 
-def bench_ring(length: int, dtype: jnp.dtype, shard_counts: tuple[int, ...]) -> None:
+def bench_ring(length: int, dtype: jnp.dtype, shard_counts: tuple[int, ...], idle: bool) -> None:
     size, most = f"{length // 1024}K {jnp.dtype(dtype).name}", max(shard_counts)
-    cases = {"one device": Case(length, dtype=dtype)}
-    cases |= {f"ring of {n}": Case(length, dtype=dtype, shards=n) for n in shard_counts}
-    cases |= {f"all_gather of {most}": Case(length, dtype=dtype, shards=most, strategy="all_gather")}
-    one, *others = cpu_seconds(cases).items()
-    for name, seconds in others:
-        report(f"{size}: {name} / one device", seconds / one[1], 1.05 if "all_gather" in name else 1.08)
-    ring = cases[f"ring of {most}"]
+    one = Case(length, dtype=dtype)
+    rings = {f"ring of {n}": Case(length, dtype=dtype, shards=n) for n in shard_counts}
+    gather = {f"all_gather of {most}": Case(length, dtype=dtype, shards=most, strategy="all_gather")}
+    others = {
+        f"ring of {most}, two ways": Case(length, dtype=dtype, shards=most, two_way=True),
+        f"ring of {most}, unrolled": Case(length, dtype=dtype, shards=most, unroll=True),
+        f"ring of {most // 2} over groups of 2": Case(length, dtype=dtype, shards=most, ulysses_degree=2),
+    }
+    limits = dict.fromkeys(rings, 1.08) | dict.fromkeys(gather, 1.05)
+    seconds = cpu_seconds({"one device": one} | rings | gather | others)
+    for name in [*rings, *gather, *others]:
+        report(f"{size}: {name} / one device", seconds[name] / seconds["one device"], limits.get(name))
+    ring = rings[f"ring of {most}"]
     report(f"{size}: ring of {most}, compile seconds", ring.compile_seconds, 15)
     if dtype == jnp.float32:
-        ratio = ring.temp_bytes / cases["one device"].temp_bytes
-        report(f"{size}: temp bytes a device, ring of {most} / one device", ratio, 0.35)
+        report(f"{size}: temp bytes a device, ring of {most} / one device", ring.temp_bytes / one.temp_bytes, 0.35)
+    if idle:
+        walls = wall_seconds({"one device": one} | rings)
+        for name in rings:
+            report(f"{size}: {name} / one device, wall time", walls[name] / walls["one device"], 1.0)
+
+
+def bench_shifts(shards: int) -> None:
+    """Shifts in the program, whatever the length: of keys and values, and of their gradients."""
+    tokens = jnp.zeros((1, 64 * shards), jnp.int32)
+    call = functools.partial(attention, positions_BS=tokens, segments_BS=tokens, mesh=make_mesh(shards))
+    arrays = [jax.ShapeDtypeStruct((1, 64 * shards, heads, H), jnp.bfloat16) for heads in (N, K, K, N)]
+
+    def both(q, k, v, d_out):
+        return jax.vjp(call, q, k, v)[1](d_out)
+
+    def count(jaxpr, found: collections.Counter, times: int = 1) -> collections.Counter:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "ppermute":
+                aval = equation.invars[0].aval
+                found[str(aval.dtype), aval.shape[2]] += times
+            inner = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
+            for part in equation.params.values():
+                if hasattr(part := getattr(part, "jaxpr", part), "eqns"):
+                    count(part, found, inner)
+        return found
+
+    forward = count(jax.make_jaxpr(call)(*arrays[:3]).jaxpr, collections.Counter())
+    backward = count(jax.make_jaxpr(both)(*arrays).jaxpr, collections.Counter()) - forward
+    kv, gradient = ("bfloat16", K), ("float32", K)
+    report_exact(f"ring of {shards}: shifts forward, of {K} kv heads", dict(forward), {kv: shards - 1})
+    wanted = {kv: shards - 1, gradient: shards}
+    report_exact(f"ring of {shards}: shifts backward, of {K} kv heads", dict(backward), wanted)
+
+
+@contextlib.contextmanager
+def package(python: str, length: int, shards: int) -> Iterator[Call]:
+    """The `ringattention` package in a process of its own: a call that returns the CPU seconds of one run there."""
+    script = Path(__file__).with_name("bench_ringattention_package.py")
+    command = [python, str(script), str(length), str(shards)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
+        if process.stdout.readline().strip() != "ready":
+            raise SystemExit(f"{' '.join(command)} failed: {python} must have the ringattention package")
+
+        def run() -> float:
+            print("run", file=process.stdin, flush=True)
+            return float(process.stdout.readline())
+
+        yield run
+        process.stdin.close()
+
+
+def bench_package(python: str, length: int, shards: int, limit: float) -> None:
+    with package(python, length, shards) as theirs:
+        seconds = cpu_seconds({"theirs": theirs, "ours": Case(length, shards=shards)})
+    ratio = seconds["theirs"] / seconds["ours"]
+    report(f"{length // 1024}K over {shards}: the ringattention package / ours", ratio, limit, at_least=True)
 
 
 def bench_skipping(length: int, shards: int) -> None:
@@ -237,18 +318,30 @@ def bench_remat(length: int, shards: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true", help="also 32K tokens, and dense attention of 8K")
-    long = parser.parse_args().long
+    parser.add_argument("--idle", action="store_true", help="nothing else runs on this machine: also wall times")
+    parser.add_argument(
+        "--ringattention",
+        metavar="PYTHON",
+        help="also against the ringattention package, which this Python has: see bench_ringattention_package.py",
+    )
+    options = parser.parse_args()
     print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for shards in (2, 4, 8):
+        bench_shifts(shards)
     bench_balance(131072, 8)
     bench_one_device(4096, with_dense=True)
-    bench_one_device(8192, with_dense=long)
-    bench_ring(8192, jnp.float32, (4, 8))
-    bench_ring(8192, jnp.bfloat16, (4, 8))
+    bench_one_device(8192, with_dense=options.long)
+    bench_ring(8192, jnp.float32, (4, 8), options.idle)
+    bench_ring(8192, jnp.bfloat16, (4, 8), options.idle)
     bench_skipping(8192, 4)
     bench_remat(8192, 4)
-    if long:
-        bench_ring(32768, jnp.bfloat16, (4, 8))
+    if options.ringattention:
+        bench_package(options.ringattention, 8192, 8, 1.6)
+    if options.long:
+        bench_ring(32768, jnp.bfloat16, (4, 8), options.idle)
         bench_packed(32768)
+        if options.ringattention:
+            bench_package(options.ringattention, 32768, 8, 2.2)
 
 
 if __name__ == "__main__":
