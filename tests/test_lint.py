@@ -92,9 +92,12 @@ def test_a_permute_that_xla_scheduled_behind_compute_it_could_run_beside(target:
     order = [i for i in range(len(lines)) if i not in (start, done, *late)]
     at = order.index(root)
     moved = [lines[i] for i in [*order[:at], start, done, *late, *order[at:]]]
-    (finding,) = found("permute-behind-compute", Program.read("\n".join(moved), MESH, "cuda"))
+    text = "\n".join(moved)
+    (finding,) = found("permute-behind-compute", Program.read(text, MESH, "cuda"))
     assert "scheduled behind the compute that could hide it" in finding.message
     assert "--xla_gpu_experimental_parallel_collective_overlap_limit=4" in finding.message
+    (finding,) = found("permute-behind-compute", Program.read(text, MESH, "tpu"))
+    assert "xla_gpu" not in finding.message and "attention.kernel=auto" in finding.message
 
 
 def test_a_synchronous_permute():

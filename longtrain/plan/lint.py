@@ -25,6 +25,15 @@ HIDDEN_ENOUGH = 0.25
 
 FLOATS = ("f", "bf")
 
+_SCHEDULING = {
+    "cuda": "Let more transfers run at a time: "
+    "communication.xla_flags=[--xla_gpu_experimental_parallel_collective_overlap_limit=4]",
+    "tpu": "XLA's scheduler does not know how long the compute takes: give the kernel a cost (ops/kernels/mosaic.py), or "
+    "take attention.kernel=auto",
+    "cpu": "The CPU's compiler hides nothing",
+}
+"""What to do about a permute that depends on nothing and yet stands behind its compute, by platform."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -144,8 +153,8 @@ def _permute_behind_compute(audit: Audit) -> Iterator[str]:
             )
         elif handed_on:
             yield (
-                f"{_described(collective)} is scheduled behind the compute that could hide it. Let more transfers run "
-                "at a time: communication.xla_flags=[--xla_gpu_experimental_parallel_collective_overlap_limit=4]"
+                f"{_described(collective)} is scheduled behind the compute that could hide it. "
+                f"{_SCHEDULING[audit.program.platform]}"
             )
 
 
