@@ -28,8 +28,8 @@ FLOATS = ("f", "bf")
 _SCHEDULING = {
     "cuda": "Let more transfers run at a time: "
     "communication.xla_flags=[--xla_gpu_experimental_parallel_collective_overlap_limit=4]",
-    "tpu": "XLA's scheduler does not know how long the compute takes: give the kernel a cost (ops/kernels/mosaic.py), or "
-    "take attention.kernel=auto",
+    "tpu": "XLA's scheduler does not know how long the compute takes: give the kernel a cost "
+    "(ops/kernels/mosaic.py), or take attention.kernel=auto",
     "cpu": "The CPU's compiler hides nothing",
 }
 """What to do about a permute that depends on nothing and yet stands behind its compute, by platform."""
