@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from longtrain.plan.audit import CompiledPlan
-from longtrain.plan.report import GIB, console, new_table
+from longtrain.plan.report import GIB, Units, console, new_table
 from longtrain.plan.targets import CPU
 
 
@@ -55,38 +55,40 @@ def _heading(found: CompiledPlan) -> list[str]:
 
 
 def _memory(found: CompiledPlan) -> Table | None:
-    memory = found.compiled.memory
+    memory, units = found.compiled.memory, Units.of(found.plan)
     if memory is None:
         return None
-    table = new_table("Memory of a device, by the compiler", "GiB", "what")
+    table = new_table("Memory of a device, by the compiler", units.memory, "what")
     rows = {"arguments": memory.argument, "results": memory.output, "donated (in both)": -memory.alias}
     for what, size in (rows | {"temporaries": memory.temp, "in all": memory.needed}).items():
-        table.add_row(f"{size / GIB:.2f}", what)
+        table.add_row(units.bytes(size), what)
     if memory.host:
-        table.add_row(f"{memory.host / GIB:.2f}", "on the host")
+        table.add_row(units.bytes(memory.host), "on the host")
     return table
 
 
 def _buffers(found: CompiledPlan) -> Table | None:
     if not found.buffers:
         return None
-    table = new_table("Largest buffers at the peak", "GiB", "times", "array", "what")
+    units = Units.of(found.plan)
+    table = new_table("Largest buffers at the peak", units.memory, "times", "array", "what")
     for one in found.buffers:
-        table.add_row(f"{one.bytes / GIB:.2f}", str(one.count), str(one.array), f"{one.source} {one.scope}".strip())
+        table.add_row(units.bytes(one.bytes), str(one.count), str(one.array), f"{one.source} {one.scope}".strip())
     return table
 
 
 def _collectives(found: CompiledPlan) -> Table | None:
     if not found.groups:
         return None
-    columns = ("GiB", "times", "seconds", "exposed", "kind", "over", "backend", "beside it")
+    units = Units.of(found.plan)
+    columns = (units.memory, "times", units.time, "exposed", "kind", "over", "backend", "beside it")
     table = new_table("Collectives of a step, as compiled", *columns)
     for group in found.groups:
         table.add_row(
-            f"{group.bytes / GIB:.2f}",
+            units.bytes(group.bytes),
             f"{group.count:,.0f}",
-            f"{group.seconds:.3f}",
-            f"{group.exposed_seconds:.3f}",
+            units.seconds(group.seconds),
+            units.seconds(group.exposed_seconds),
             group.kind,
             " x ".join(group.axes),
             group.backend,
