@@ -70,6 +70,12 @@ def test_a_step_takes_several_heads_and_leaves_half_of_them_to_the_other_core(kv
     assert mosaic_grid.step_heads(kv_heads, group, 128, 256, jnp.dtype(dtype)) == expected
 
 
+def test_more_tiles_than_can_be_numbered_are_refused():
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, 1, 2**23, 64), (1, 1, 2**24, 64)))
+    with pytest.raises(ValueError, match="1 rows of 8388608 queries and 16777216 keys are more tiles than an int32"):
+        mosaic_grid.Grid.of(q, k, 256, "queries")
+
+
 # --- The visits -------------------------------------------------------------------------------------------------------
 
 

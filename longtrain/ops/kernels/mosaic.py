@@ -14,7 +14,6 @@ Why not splash attention, of which jax (0.10.2, 0.12.0.1) and tokamax (0.0.17) e
     tiles skipped by segments                 no: masked only           yes
     segment 0 sees nothing                    no: sees itself           no: sees itself
     out and gradients in float32              no: the inputs' dtype     no: dQ is summed in the inputs' dtype
-    float32 multiplied as float32             no: default precision     no: default precision
 
 In the layouts here a shard's keys do not lie at the positions of their indices, whose keys they are is known in the
 ring's step alone, and a dense mask is what a ring is there to avoid.
