@@ -210,7 +210,7 @@ class Grid:
         outer_a_list = min(max(LISTED_VISITS // inner_side, 1), len(visits))
         visits = _pad(visits, 0, _round_up(len(visits), outer_a_list), NO_VISIT).reshape(-1, outer_a_list * inner_side)
         end = functools.partial(jnp.full, (len(visits), 1), dtype=jnp.int32)
-        lists = jnp.concatenate((end(-1), jnp.sort(visits, axis=1), end(NO_VISIT)), axis=1)
+        lists = jnp.concatenate((end(-1), jnp.sort(visits, axis=1, stable=False), end(NO_VISIT)), axis=1)
         return lists, (visits != NO_VISIT).sum(axis=1, dtype=jnp.int32)
 
     # --- The call.
