@@ -27,7 +27,8 @@ LANES = 128
 """Of a vector register: tiles and head_dim are padded to a multiple."""
 
 PRODUCT_ROWS = 1024
-"""Rows (queries x heads) of one matrix product, at most: keeps a tile of scores at 1 MiB."""
+"""Rows (queries x heads) of one matrix product, at most: keeps a tile of scores at 1 MiB. By the compiler's schedule
+for v5p half as many make the backward passes 8 to 13 % longer, and the forward pass no shorter."""
 
 LISTED_VISITS = 1 << 16
 """Visits in one list, at most: a quarter of the scalar memory. Where there may be more, the kernel is called again."""
