@@ -102,7 +102,7 @@ def test_what_the_other_strategies_send():
     }
 
     q, statistics = 16384 * 32 * 128, 16384 * 32
-    exchanged = 2 * (q + 2 * q) + kv + kv + 4 * (q + q) + 2 * kv + 4 * 5 * statistics
+    exchanged = 2 * (q + 2 * q + q + q) + 3 * kv + 4 * 5 * statistics
     (whole,) = choices["ulysses"].transfers
     assert whole.bytes == calls * 0.75 * exchanged
     assert whole.exposed == whole.seconds

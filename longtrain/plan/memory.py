@@ -129,8 +129,7 @@ def _layer(share: Share) -> list[Term]:
 
 def _mlp_backward(share: Share) -> list[Term]:
     """What its MLP adds: five inner arrays, of a chunk where there is one, and two matrices gathered."""
-    chunk, matrix = share.config.memory.mlp_chunk, share.config.model.embed_dim * share.mlp
-    tokens = share.tokens if chunk is None else min(share.tokens, share.rows * chunk)
+    tokens, matrix = share.tokens // share.mlp_chunks, share.config.model.embed_dim * share.mlp
     gathered = 2 * matrix * share.compute_bytes if share.parameter_shards > 1 else 0
     return [
         Term("activations", "MLP: gate, up, their product and gradients", 5 * tokens * share.mlp * share.compute_bytes),

@@ -61,6 +61,12 @@ class Share:
         return self.rows * self.length
 
     @property
+    def mlp_chunks(self) -> int:
+        """Parts of a device's tokens that the MLP takes one after the other."""
+        chunk = self.config.memory.mlp_chunk
+        return 1 if chunk is None or chunk >= self.length else self.length // chunk
+
+    @property
     def heads(self) -> int:
         return self.config.model.num_heads // self.mesh.tensor
 

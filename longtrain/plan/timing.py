@@ -96,8 +96,7 @@ def _weights_used_again(share: Share) -> int:
     gate_and_up = 2 * share.mlp_weights // 3
     remat = share.config.memory.remat
     if remat == "none":
-        chunk = share.config.memory.mlp_chunk
-        return gate_and_up if chunk is not None and chunk < share.length else 0
+        return gate_and_up if share.mlp_chunks > 1 else 0
     return out + gate_and_up + (share.attention_weights - out if remat == "full" else 0)
 
 

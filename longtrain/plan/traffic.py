@@ -53,47 +53,41 @@ def transfers(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
 
 
 def _weights(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
-    """A layer's weights, gathered before its forward and its backward pass; its gradients, scattered and summed."""
-    axes = ("fsdp", "context")
-    gather, data = link(share.mesh, axes, assumed), link(share.mesh, ("data",), assumed)
-    passes = share.layer_calls
-    whole = share.layer_weights * share.compute_bytes
-    cut = whole / share.parameter_shards
+    """A layer's weights, gathered before its forward and its backward pass; its gradients, scattered and summed.
 
-    forward, backward = gather.gather(whole), 2 * gather.gather(whole) + data.reduce(cut)
+    With remat none the gathered weights are saved. With the MLP in chunks each chunk's gradients are summed apart.
+    """
+    axes = ("fsdp", "context")
+    over, data = link(share.mesh, axes, assumed), link(share.mesh, ("data",), assumed)
+    again = 0 if share.config.memory.remat == "none" else 1
+    whole = share.layer_weights * share.compute_bytes
+    summed = (share.attention_weights + share.mlp_chunks * share.mlp_weights) * share.compute_bytes
+    cut = summed / share.parameter_shards
+
+    gather, scatter, reduce = over.gather(whole), over.gather(summed), data.reduce(cut)
     hidden = assumed["hidden_share"]
-    exposed_forward = max(0.0, forward - hidden * pace.forward)
-    exposed_backward = max(0.0, backward - hidden * pace.backward)
-    exposed = 0.0 if not backward else exposed_backward / backward
+    waits_forward = max(0.0, gather - hidden * pace.forward)
+    backward = again * gather + scatter + reduce
+    waits = max(0.0, backward - hidden * pace.backward) / backward if backward else 0.0  # of a backward second
+
+    def of(
+        what: str, kind: str, axes: tuple[str, ...], times: int, sent: float, seconds: float, exposed: float
+    ) -> Transfer:
+        calls = share.layer_calls
+        return Transfer(what, kind, axes, calls * times, calls * sent, calls * seconds, calls * exposed)
 
     return [
-        Transfer(
+        of(
             "weights",
             "all-gather",
             axes,
-            2 * passes,
-            2 * passes * gather.sent(whole),
-            2 * passes * forward,
-            passes * (exposed_forward + forward * exposed),
+            1 + again,
+            (1 + again) * over.sent(whole),
+            (1 + again) * gather,
+            waits_forward + again * gather * waits,
         ),
-        Transfer(
-            "gradients of weights",
-            "reduce-scatter",
-            axes,
-            passes,
-            passes * gather.sent(whole),
-            passes * forward,
-            passes * forward * exposed,
-        ),
-        Transfer(
-            "gradients of weights",
-            "all-reduce",
-            ("data",),
-            passes,
-            2 * passes * data.sent(cut),
-            passes * data.reduce(cut),
-            passes * data.reduce(cut) * exposed,
-        ),
+        of("gradients of weights", "reduce-scatter", axes, 1, over.sent(summed), scatter, scatter * waits),
+        of("gradients of weights", "all-reduce", ("data",), 1, 2 * data.sent(cut), reduce, reduce * waits),
     ]
 
 
@@ -170,16 +164,17 @@ def _beside(steps: int, kv: float, d_kv: float, compute: float) -> tuple[float, 
 
 
 def _ulysses(share: Share, over: Link) -> list[Transfer]:
-    """Heads exchanged for sequence and back, in each pass; attention waits for both."""
+    """Heads exchanged for sequence and back, in each pass; attention waits for both. What comes home in float32 is
+    rounded to the compute dtype either way, and XLA does it before it travels."""
     q = share.tokens * share.heads * share.config.model.head_dim
     compute, statistics = share.compute_bytes, share.tokens * share.heads * FLOAT32
     messages = [
         (q + _kv(share)) * compute,  # forward, out: q, k and v
-        q * FLOAT32,  # forward, home: the output
+        q * compute,  # forward, home: the output
         2 * statistics,
         (2 * q + _kv(share)) * compute,  # backward, out: q, k, v and the output's gradient
         3 * statistics,
-        (q + _kv(share)) * FLOAT32,  # backward, home: the gradients of q, k and v
+        (q + _kv(share)) * compute,  # backward, home: the gradients of q, k and v
     ]
     calls = share.layer_calls
     seconds = calls * sum(over.all_to_all(message) for message in messages)

@@ -75,9 +75,12 @@ def sent(row: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize("row", [row for row in compiled_memory.recorded() if "sent" in row], ids=case)
 def test_what_is_sent_is_what_the_compiled_program_sends(row: dict[str, Any]):
     """Each collective over each axis to 1 %, but for the little (tokens, norms, counts) that no plan needs."""
-    little = 1e-3 * sum(row["sent"].values())
-    compiled = {what: bytes_sent for what, bytes_sent in row["sent"].items() if bytes_sent > little}
-    assert sent(row) == pytest.approx(compiled, rel=0.01)
+    little = 2e-3 * sum(row["sent"].values())
+    planned, compiled = (
+        {what: bytes_sent for what, bytes_sent in told.items() if bytes_sent > little}
+        for told in (sent(row), row["sent"])
+    )
+    assert planned == pytest.approx(compiled, rel=0.01)
 
 
 @pytest.mark.slow
