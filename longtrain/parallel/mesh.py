@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -23,5 +24,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     sizes = tuple(shape[axis] for axis in AXES)
     if math.prod(sizes) != len(devices):
         raise ValueError(f"a mesh of {dict(shape)} has {math.prod(sizes)} places for {len(devices)} devices")
+    # On a TPU slice a mesh axis may take a part of one of the torus's: 16 x 2 on 4 x 8 chips, say.
+    places = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     # Automatic axes: the sharding of an intermediate array follows from the constraints the model states.
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return Mesh(places, AXES, axis_types=(AxisType.Auto,) * len(AXES))
