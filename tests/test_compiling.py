@@ -209,6 +209,7 @@ def test_the_documentation_names_every_rule():
 
 
 @pytest.mark.slow
+@pytest.mark.ahead_of_time
 def test_a_shipped_config_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The whole way, with the real compiler: 64K tokens on 16 GB200."""
     monkeypatch.undo()

@@ -21,6 +21,7 @@ from longtrain.plan import targets
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.ahead_of_time,
     pytest.mark.skipif(not importlib.util.find_spec("jax_plugins.xla_cuda13"), reason="needs the extra `plan`"),
 ]
 

@@ -191,6 +191,7 @@ def test_documents_do_not_see_each_other_by_a_bit():
 
 
 @pytest.mark.slow
+@pytest.mark.ahead_of_time
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra `plan` (libtpu)")
 @pytest.mark.parametrize(("kind", "dtype", "head_dim"), [("v5p", jnp.bfloat16, 128), ("v6e", jnp.float32, 64)])
 def test_a_ring_compiles_for_tpus_in_linear_memory(kind, dtype, head_dim, monkeypatch):

@@ -124,6 +124,7 @@ needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason
 
 
 @pytest.mark.slow
+@pytest.mark.ahead_of_time
 @needs_gpu_plugin
 def test_the_worker_compiles_for_gpus(tmp_path: Path):
     said, program = compiled(tmp_path, "GB200", "mesh.fsdp=2")
@@ -131,6 +132,7 @@ def test_the_worker_compiles_for_gpus(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.ahead_of_time
 @needs_gpu_plugin
 def test_the_plugin_takes_every_gpu_as_it_is_described():
     code = """
@@ -149,7 +151,26 @@ for kind in targets._GPUS:
 
 
 @pytest.mark.slow
+@pytest.mark.ahead_of_time
 @needs_libtpu
 def test_the_worker_compiles_for_tpus(tmp_path: Path):
     said, program = compiled(tmp_path, "v5p", "mesh.fsdp=2")
     check(said, program, "TPU v5")
+
+
+@pytest.mark.slow
+@pytest.mark.ahead_of_time
+@needs_libtpu
+def test_a_mesh_axis_may_take_a_part_of_the_torus():
+    """16 x 2 on 4 x 8 chips; the pairs of tensor are neighbours."""
+    code = """
+import os
+from longtrain.plan import targets
+target = targets.target("v6e", 32)
+os.environ.update(target.environment)
+from longtrain.parallel.mesh import make_mesh
+mesh = make_mesh({"data": 1, "fsdp": 1, "context": 16, "tensor": 2}, target.abstract_devices())
+for first, second in mesh.devices.reshape(16, 2):
+    assert sum(abs(a - b) for a, b in zip(first.coords, second.coords)) == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -277,6 +277,7 @@ def test_the_mesh_of_the_program_is_the_one_it_was_compiled_on():
 
 
 @pytest.mark.slow
+@pytest.mark.ahead_of_time
 @pytest.mark.parametrize("kind", ["GB200", "v5p"])
 def test_what_the_installed_compilers_write_is_read_alike(kind: str, tmp_path: Path):
     try:

@@ -84,6 +84,7 @@ def test_what_is_sent_is_what_the_compiled_program_sends(row: dict[str, Any]):
 
 
 @pytest.mark.slow
+@pytest.mark.ahead_of_time
 @needs_gpu_plugin
 def test_the_record_is_what_the_compiler_says():
     """One case, compiled anew (a minute); `python tests/compiled_memory.py` does them all."""
