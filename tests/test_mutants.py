@@ -39,24 +39,35 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "a query does not see itself", tiles, "row_position >= column_position if", "row_position > column_position if"
+        "a query does not see itself",
+        tiles,
+        "same & (queries.positions >= keys.positions)",
+        "same & (queries.positions > keys.positions)",
     ),
     Mutant(
         "backward alone: a query does not see itself",
         tiles,
-        "else column_position >= row_position",
-        "else column_position > row_position",
+        "else seen(columns, rows)",
+        "else seen(columns, rows) & (columns.positions > rows.positions)",
     ),
     Mutant(
-        "documents see each other", tiles, "seen = (row_segment == column_segment) &", "seen = (row_segment > -1) &"
+        "documents see each other",
+        tiles,
+        "is_seen = seen(rows, columns) if",
+        "is_seen = rows.positions >= columns.positions if",
     ),
     Mutant(
         "documents see padding",
         tiles,
-        "seen = (row_segment == column_segment) &",
-        "seen = ((row_segment == column_segment) | (column_segment == 0)) &",
+        "is_seen = seen(rows, columns) if",
+        "is_seen = seen(rows, columns) | (columns.segments == 0) if",
     ),
-    Mutant("full tiles by position alone", tiles, "return same & (", "return q.one_segment & kv.one_segment & ("),
+    Mutant(
+        "full tiles by position alone",
+        tiles,
+        "same & (q.first_position >=",
+        "q.one_segment & kv.one_segment & (q.first_position >=",
+    ),
     Mutant(
         "full tiles from the last position",
         tiles,
@@ -144,7 +155,7 @@ MUTANTS = [
         "stats_2BKGT[0], jnp.log(stats_2BKGT[1])",
         "stats_2BKGT[0], 0 * stats_2BKGT[1]",
     ),
-    Mutant("dq without the scale", xla, "return dq_BKGTH * scale, ", "return dq_BKGTH, "),
+    Mutant("dq without the scale", xla, "return dq_BKGTH * settings.scale, ", "return dq_BKGTH, "),
     Mutant(
         "query heads in the wrong groups",
         attention,
