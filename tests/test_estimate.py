@@ -15,6 +15,7 @@ from longtrain.ops import kernels
 from longtrain.ops.kernels import cudnn_internals
 from longtrain.ops.kernels.workload import Workload
 from longtrain.plan import alternatives, assumptions
+from longtrain.plan import kernels as plan_kernels
 from longtrain.plan.estimate import Plan, plan, replanned
 from longtrain.plan.links import link
 from longtrain.plan.traffic import Transfer
@@ -136,11 +137,7 @@ def test_what_all_gather_waits_for(tmp_path: Path):
         (sent(slow, "reduce-scatter", "their gradients, float32"), 8),
     ):
         assert transfer.exposed == pytest.approx(transfer.seconds / part)
-    fast = plan(
-        config,
-        "H100",
-        assumptions_file=assumed(tmp_path, attention_forward_efficiency=1e6, attention_backward_efficiency=1e6),
-    )
+    fast = plan(config, "H100", assumptions_file=assumed(tmp_path, link_efficiency=1e-6, network_efficiency=1e-6))
     gather = sent(fast, "all-gather", "keys and values")
     assert gather.exposed == pytest.approx(gather.seconds, rel=1e-3)
 
@@ -267,11 +264,25 @@ def test_hardware_that_is_not_known_is_refused_with_what_is(kind: str | None):
     ("text", "says"),
     [
         ("matmul_eficiency: 1", "no such assumption; legal: matmul_efficiency"),
-        ("matmul_efficiency: fast", "must be a number >= 0, or such by name with a default"),
-        ("matmul_efficiency: -1", ">= 0"),
+        ("matmul_efficiency: fast", "must be a number above 0 and at most 1, or such by name with a default"),
+        ("matmul_efficiency: 0", "above 0"),
+        ("matmul_efficiency: 1.1", "at most 1"),
+        ("matmul_efficiency: true", "at most 1"),
         ("matmul_efficiency: {value: {GB200: 1}}", "default"),
-        ("memory_reserve: null", "a number >= 0"),
-        ("[1]", "must be a mapping"),
+        ("matmul_efficiency: {default: 1, GB200: 2}", "at most 1"),
+        ("matmul_efficiency: {default: 1, GB20: 1}", "GB20: neither hardware nor kernel; legal: A100-40GB"),
+        ("matmul_efficiency: {value: 1, wyh: so}", "a mapping of value and why"),
+        ("matmul_efficiency: {value: 1, why: [so]}", "why must be text"),
+        ("memory_reserve: null", "a number of at least 0 and below 1"),
+        ("memory_reserve: 1", "below 1"),
+        ("hidden_share: 1.5", "from 0 to 1"),
+        ("collective_latency: -1", "from 0 to 60"),
+        ("collective_latency: 1e999", "from 0 to 60"),
+        ("domain_devices: 0", "a whole number >= 1, or null"),
+        ("domain_devices: 2.5", "a whole number"),
+        ("domain_devices: 1e999", "a whole number"),
+        ("[1]", "--assumptions = "),
+        ("a: [", "--assumptions = "),
     ],
 )
 def test_a_bad_assumption_is_refused(tmp_path: Path, text: str, says: str):
@@ -280,6 +291,26 @@ def test_a_bad_assumption_is_refused(tmp_path: Path, text: str, says: str):
     with pytest.raises(ConfigError, match="assumed.yaml.*refused") as refused:
         plan(shipped("quickstart"), "H100", assumptions_file=path)
     assert says in str(refused.value)
+
+
+def test_assumptions_that_cannot_be_read_are_named_so(tmp_path: Path):
+    for path in (tmp_path, tmp_path / "nowhere.yaml"):
+        with pytest.raises(ConfigError, match="--assumptions = .*cannot be read"):
+            plan(shipped("quickstart"), "H100", assumptions_file=path)
+
+
+def test_every_shipped_assumption_is_in_its_range():
+    table = assumptions.load(hardware.DEVICES["H100"], "xla").table
+    assert table.keys() == assumptions.RANGES.keys()
+    for name, entry in table.items():
+        values = entry.given if isinstance(entry.given, dict) else {"default": entry.given}
+        assert "default" in values and values.keys() <= set(assumptions.NAMES)
+        assert all(assumptions.RANGES[name].holds(value) for value in values.values()), name
+
+
+def test_an_assumption_without_a_reason_keeps_the_one_it_had(tmp_path: Path):
+    entries = plan(shipped("quickstart"), "H100", assumptions_file=assumed(tmp_path, network_efficiency=0.5)).assumed
+    assert entries.entries["network_efficiency"].why == "in place of 0.85: the same of the network"
 
 
 def test_an_assumption_replaces_its_entry_alone(tmp_path: Path):
@@ -320,6 +351,7 @@ def test_the_longest_row_fits_and_the_next_does_not():
     assert alternatives.longest_row(plan(shipped("llama3_8b", "mesh.fsdp=1"), "v5e")) is None
 
 
+@pytest.mark.parametrize("asked", kernels.KERNELS)
 @pytest.mark.parametrize(("kind", "platform", "capability"), [("H100", "gpu", "9.0"), ("v5p", "tpu", None)])
 @pytest.mark.parametrize(
     "overrides",
@@ -332,23 +364,34 @@ def test_the_longest_row_fits_and_the_next_does_not():
         ("data.packing=one", "model.head_dim=100"),
         ("attention.strategy=ulysses", "model.head_dim=256"),
         ("model.head_dim=512",),
+        ("model.num_kv_heads=1",),
+        ("model.num_kv_heads=1", "model.head_dim=200"),  # a query head's blocks fit, 32 do not
+        ("model.num_kv_heads=1", "model.head_dim=200", "mesh.tensor=4", "mesh.fsdp=1"),
+        ("model.num_kv_heads=2", "model.compute_dtype=float32"),
+        ("model.num_heads=38", "model.num_kv_heads=1"),  # the most that fit
+        ("model.num_heads=39", "model.num_kv_heads=1"),
     ],
     ids=" ".join,
 )
 def test_the_kernel_is_the_one_that_will_run(
-    monkeypatch: pytest.MonkeyPatch, kind: str, platform: str, capability: str | None, overrides: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    platform: str,
+    capability: str | None,
+    overrides: tuple[str, ...],
+    asked: str,
 ):
-    """Where what the kernels need is installed."""
+    """Where what the kernels need is installed: what `auto` takes, and of every kernel whether it can be asked for."""
     monkeypatch.setattr(cudnn_internals, "missing", lambda: None)
     config = shipped("llama3_8b_64k", *overrides)
-    model = config.model
+    model, tensor = config.model, config.mesh.tensor
     work = Workload(
         platform=platform,
         capability=capability,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
-        q_heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
+        q_heads=model.num_heads // tensor,
+        kv_heads=max(model.num_kv_heads // tensor, 1),
         tokens=config.sequence_length // 4,
         context=4,
         strategy=config.attention.strategy,
@@ -356,8 +399,32 @@ def test_the_kernel_is_the_one_that_will_run(
         one_document=config.data.packing == "one",
         interpret=False,
     )
-    assert plan(config, kind).share.kernel == kernels.select("auto", work)[0]
+    automatic = kernels.select("auto", work)[0]
+    assert plan(config, kind).share.kernel == automatic
+    explicit = with_overrides(config, f"attention.kernel={asked}")
+    try:
+        kernels.select(asked, work)
+    except ValueError:
+        says = f"attention.kernel = '{asked}': cannot serve here: .*; auto would take {automatic}"
+        with pytest.raises(ConfigError, match=says):
+            plan(explicit, kind)
+    else:
+        assert plan(explicit, kind).share.kernel == asked
 
 
-def test_a_kernel_that_is_asked_for_is_planned():
-    assert plan(shipped("llama3_8b", "attention.kernel=xla"), "H100").share.kernel == "xla"
+def test_the_plan_knows_every_kernel():
+    assert plan_kernels.KERNELS == kernels.KERNELS
+
+
+def test_other_meshes_get_the_kernel_that_serves_them():
+    planned = plan(shipped("llama3_8b_64k", "model.num_heads=64", "model.num_kv_heads=1"), "v5p")
+    cut = replanned(planned, {"mesh.tensor": 2, "mesh.fsdp": 2})
+    assert (planned.share.kernel, cut.share.kernel) == ("xla", "mosaic")
+    assert cut.assumed["attention_forward_efficiency"] > planned.assumed["attention_forward_efficiency"]
+
+
+def test_a_backend_is_a_gpus():
+    config = shipped("llama3_8b_64k", "communication.backend=nccl")
+    assert plan(config, "H100").fits
+    with pytest.raises(ConfigError, match="communication.backend = 'nccl': v5p has one backend; legal: auto"):
+        plan(config, "v5p")

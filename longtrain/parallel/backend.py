@@ -13,6 +13,16 @@ NVSHMEM_FIRST, NVSHMEM_LAST = (0, 6, 2), (0, 10, 1)
 SYMMETRIC_FIRST = (0, 12)
 
 
+def check_choice(backend: str, platform: str, kind: str) -> None:
+    """Only GPUs have a choice of backends; `kind` names the devices to the user.
+
+    Raises:
+      ConfigError: for a choice other than `auto` on another platform.
+    """
+    if platform not in ("gpu", "cuda") and backend != "auto":
+        raise ConfigError([Problem("communication.backend", backend, f"{kind} has one backend; legal: auto")])
+
+
 def flags(backend: str, jaxlib: Version, *, simulated: bool) -> list[str]:
     """XLA flags for `communication.backend` under this jaxlib; none for `auto` and `nccl` (XLA's own choice on GPU).
 

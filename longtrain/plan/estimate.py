@@ -9,6 +9,7 @@ from longtrain import flops, hardware
 from longtrain.config import Config, resolve_mesh
 from longtrain.errors import ConfigError, Problem
 from longtrain.hardware import Device
+from longtrain.parallel import backend
 from longtrain.plan import assumptions, kernels, memory, timing
 from longtrain.plan.assumptions import Assumptions
 from longtrain.plan.memory import Memory
@@ -123,7 +124,8 @@ def plan(
       assumptions_file: entries in place of the shipped table's.
 
     Raises:
-      ConfigError: for an unknown kind, a number of devices that the mesh does not take, or a bad assumption.
+      ConfigError: for an unknown kind, a number of devices that the mesh does not take, an explicit choice that cannot
+        serve on it, or a bad assumption.
     """
     legal = ", ".join(hardware.DEVICES)
     if kind is None:
@@ -133,7 +135,9 @@ def plan(
         raise _refused("--hardware", kind, f"not in the table; legal: {legal}")
     if devices is None:
         devices = _devices(config)
-    share = Share(config, resolve_mesh(config, devices), kernels.expected(config, device.platform))
+    mesh = resolve_mesh(config, devices)
+    backend.check_choice(config.communication.backend, device.platform, device.name)
+    share = Share(config, mesh, kernels.expected(config, mesh, device))
     assumed = assumptions.load(device, share.kernel, assumptions_file)
     return _planned(share, assumed, min(document_tokens or config.sequence_length, config.sequence_length))
 
@@ -149,7 +153,8 @@ def replanned(before: Plan, changes: Mapping[str, object], devices: int | None =
     mesh = resolve_mesh(config, devices or before.share.devices)  # which checks the whole
     whole_rows = before.document_tokens == before.config.sequence_length
     length = config.sequence_length if whole_rows else min(before.document_tokens, config.sequence_length)
-    return _planned(Share(config, mesh, before.share.kernel), before.assumed, length)
+    kernel = kernels.expected(config, mesh, before.device)
+    return _planned(Share(config, mesh, kernel), before.assumed.with_kernel(kernel), length)
 
 
 def _with(config: Config, changes: Mapping[str, object]) -> Config:

@@ -72,8 +72,7 @@ def xla_flags(config: Config, target: Target) -> list[str]:
       ConfigError: where `communication.backend` is not one that the target has.
     """
     chosen = config.communication.backend
-    if target.platform != "cuda" and chosen != "auto":
-        raise ConfigError([Problem("communication.backend", chosen, f"{target.kind} has one backend; legal: auto")])
+    backend.check_choice(chosen, target.platform, target.kind)
     flags = backend.flags(chosen, process.jaxlib_version(), simulated=False)
     return [*target.flags, *flags, *config.communication.xla_flags]
 
