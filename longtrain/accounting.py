@@ -87,6 +87,9 @@ class Accounting:
     def line(self, step: int, sums: Mapping[str, Any], *, compilations: int) -> dict[str, Any]:
         """The line of the step just added; times and rates are means over all steps since the line before.
 
+        `attention_work_balance`: the busiest member's attention tiles over the mean, both summed over ring steps.
+        With strategy `all_gather` there is one step, and with `ulysses` all members have the same.
+
         Args:
           step: the step's number; the first is 1.
           sums: the step's metrics as numpy arrays.

@@ -61,6 +61,7 @@ class Evaluator:
             mesh=self._build.mesh,
             deal=self._build.how.deal,
             sequences=self._rows,
+            accumulation=1,
             first_row=0,
             prefetch=self._build.config.data.prefetch,
             workers=0,

@@ -111,7 +111,7 @@ def tile(layout: str, sequence_length: int, shards: int) -> int:
 
 
 def work(layout: str, segments_S: np.ndarray, shards: int, *, two_way: bool = False) -> np.ndarray:
-    """Attention tiles computed for one row: int64 [ring step, shard].
+    """Attention tiles that a ring computes for one row: int64 [ring step, shard].
 
     `segments_S` numbers the row's documents in the row's own order (0 is padding); each document is one
     stretch. In step t, shard i meets the keys of shard i - t. In a two-way ring half of its heads meet those of
@@ -153,6 +153,7 @@ class Deal:
     context: int
     ulysses_degree: int = 1
     two_way: bool = False
+    strategy: str = "ring"
 
     @property
     def members(self) -> int:
@@ -164,8 +165,18 @@ class Deal:
         return order(self.layout, sequence_length, self.members)
 
     def work(self, segments_S: np.ndarray) -> np.ndarray:
-        """Attention tiles of a row by ring step and member: see `work`."""
-        return work(self.layout, segments_S, self.members, two_way=self.two_way)
+        """Attention tiles of a row, int64 [step, member]: a step is what a member computes without waiting for others.
+
+        Of strategy `ring` the steps are the ring's: see `work`. Of the others the whole row is one. With `all_gather`
+        a member's tiles are those of a ring in all steps together; with `ulysses` every member attends the whole row
+        for its share of the heads, which counts as that share of the row's tiles, rounded up.
+        """
+        ring = work(self.layout, segments_S, self.members, two_way=self.two_way)
+        if self.strategy == "ring":
+            return ring
+        if self.strategy == "all_gather":
+            return ring.sum(axis=0, keepdims=True)
+        return np.full((1, self.members), -(-ring.sum() // self.members))
 
 
 def _check_name(layout: str, legal: tuple[str, ...]) -> None:

@@ -62,7 +62,8 @@ class Execution:
     @property
     def deal(self) -> Deal:
         """How rows are dealt to the context shards."""
-        return Deal(self.layout, self.mesh.shape["context"], self.ulysses_degree, self.two_way)
+        context = self.mesh.shape["context"]
+        return Deal(self.layout, context, self.ulysses_degree, self.two_way, self.strategy)
 
 
 class Block(nnx.Module):

@@ -98,6 +98,7 @@ def train(config: Config) -> None:
             mesh=built.mesh,
             deal=built.how.deal,
             sequences=config.batch.sequences,
+            accumulation=config.batch.accumulation,
             first_row=position.rows_taken,
             prefetch=config.data.prefetch,
             workers=config.data.workers,

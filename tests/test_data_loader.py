@@ -6,14 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
+import types
+import zlib
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from documents import Documents
 from longtrain import layout as layouts
+from longtrain import step
 from longtrain.data.hashing import from_limbs, hash_row
 from longtrain.data.loader import Batches
 from longtrain.data.rows import RowIndex
@@ -50,7 +54,7 @@ def index_of(documents: Documents | None = None, **options) -> RowIndex:
 
 def batches_of(index: RowIndex, mesh: Mesh, layout: str = "dealt", **options) -> Batches:
     deal = layouts.Deal(layout, mesh.shape["context"])
-    settings = {"deal": deal, "sequences": 4, "first_row": 0, "prefetch": 2, "workers": 0} | options
+    settings = {"deal": deal, "sequences": 4, "accumulation": 1, "first_row": 0, "prefetch": 2, "workers": 0} | options
     return Batches(index, mesh=mesh, **settings)
 
 
@@ -90,21 +94,48 @@ def test_a_batch_is_the_indexs_rows_in_the_layouts_order(sizes, layout, closing)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ring"),
-    [({}, {}), ({"data": 4}, {}), ({"context": 4}, {}), ({"context": 4}, {"ulysses_degree": 2, "two_way": True})],
+    ("sizes", "accumulation"),
+    [
+        ({"data": 4}, 1),
+        ({"data": 2, "context": 2}, 1),
+        ({"data": 2, "context": 2}, 2),
+        ({"context": 4}, 1),
+        ({"context": 4}, 2),
+        ({"context": 4}, 4),
+    ],
     ids=str,
 )
-def test_row_stats_count_a_row(sizes, ring, closing):
-    index, mesh = index_of(), mesh_of(**sizes)
-    deal = layouts.Deal("dealt", mesh.shape["context"], **ring)
-    stats = np.asarray(next(closing(batches_of(index, mesh, deal=deal)))["row_stats"])
+def test_row_stats_count_rows_and_the_busiest_of_those_computed_together(sizes, accumulation, closing, monkeypatch):
+    """With tables of work made up, each row's with its own busiest members."""
+    index, mesh = index_of(Documents(list(range(50, 59)))), mesh_of(**sizes)
+
+    def work(deal: layouts.Deal, segments_S: np.ndarray) -> np.ndarray:
+        random = np.random.default_rng(zlib.crc32(segments_S.tobytes()))
+        return random.integers(0, 1000, (deal.members, deal.members))
+
+    monkeypatch.setattr(layouts.Deal, "work", work)
+    deal = layouts.Deal("dealt", mesh.shape["context"])
+    batches = closing(batches_of(index, mesh, deal=deal, accumulation=accumulation))
+    stats = np.asarray(next(batches)["row_stats"])
     assert stats.dtype == np.uint32
+    works = [deal.work(index.row(number).segments) for number in range(4)]
     for number in range(4):
         row = index.row(number)
-        work = deal.work(row.segments)
         arrays = [getattr(row, name) for name in SEQUENCE_KEYS]
         assert from_limbs(stats[number, :4]) == hash_row(number, *arrays)
-        assert stats[number, 4:].tolist() == [len(row.pieces), work.max(axis=1).sum(), work.sum()]
+        assert stats[number, [4, 6]].tolist() == [len(row.pieces), works[number].sum()]
+
+    # Which rows a device has at once, asked of the step itself; who waits, step by step.
+    how = types.SimpleNamespace(mesh=mesh)
+    numbers = jax.device_put(np.tile(np.arange(4)[:, None], 64), NamedSharding(mesh, P(("data", "fsdp"), "context")))
+    parts = step._micro_batches(dict.fromkeys(SEQUENCE_KEYS, numbers), accumulation, how)["tokens"]
+    at_once = {tuple(part[:, 0]) for shard in parts.addressable_shards for part in np.asarray(shard.data)}
+    assert sorted(sum(at_once, ())) == [0, 1, 2, 3]
+    waited = 0
+    for rows in at_once:
+        for ring_step in range(len(works[0])):
+            waited += max(sum(works[row][ring_step, member] for row in rows) for member in range(deal.members))
+    assert stats[:, 5].sum() == waited
 
 
 def batch_hashes(batches: Batches, count: int) -> list[int]:

@@ -1,5 +1,7 @@
 """The layouts' blocks, tiles and work; that they are permutations is law 4."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,7 +87,11 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("ring", [{}, {"ulysses_degree": 2}, {"two_way": True}], ids=str)
+@pytest.mark.parametrize(
+    "ring",
+    [{}, {"ulysses_degree": 2}, {"two_way": True}, {"strategy": "all_gather"}, {"strategy": "ulysses"}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", layout.LAYOUTS)
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 def test_work_counts_the_tiles_that_attention_visits(name, lengths, ring):
@@ -105,7 +111,20 @@ def test_work_counts_the_tiles_that_attention_visits(name, lengths, ring):
         return np.array([[visited(i, (i - way * step) % shards) for i in members] for step in steps])
 
     expected = met(1) + met(-1) if deal.two_way else met(1)
+    if deal.strategy == "all_gather":  # a shard goes through the keys of all at its own pace
+        expected = [[sum(visited(i, source) for source in range(shards)) for i in range(shards)]]
+    if deal.strategy == "ulysses":  # each shard has every tile of its heads, a quarter of all
+        expected = [[math.ceil(met(1).sum() / 4)] * shards]
     np.testing.assert_array_equal(deal.work(segments), expected)
+
+
+def test_a_ring_waits_in_each_step_all_gather_once_and_ulysses_never():
+    """Three shards of three tiles, AAA BCD DEF: A keeps shard 0 busiest in step 0 and D shard 2 in step 1."""
+    segments = np.repeat([1, 1, 1, 2, 3, 4, 4, 5, 6], layout.TILE)
+    work = {name: layout.Deal("contiguous", 3, strategy=name).work(segments) for name in ("ring", "all_gather")}
+    assert work["ring"].tolist() == [[6, 3, 3], [0, 0, 1], [0, 0, 0]]
+    assert work["all_gather"].tolist() == [[6, 3, 4]]
+    assert layout.Deal("contiguous", 3, strategy="ulysses").work(segments).tolist() == [[5, 5, 5]]
 
 
 @pytest.mark.parametrize("name", layout.LAYOUTS)

@@ -38,7 +38,8 @@ def inspect_step(config: Config, step: int, log: Callable[[str], None]) -> tuple
         kernel=config.attention.kernel,
     )
     tokenizer = prepared.tokenizer()
-    deal = Deal(layout, config.mesh.context, config.attention.ulysses_degree, config.attention.two_way)
+    attention = config.attention
+    deal = Deal(layout, config.mesh.context, attention.ulysses_degree, attention.two_way, attention.strategy)
     text = render(found, deal=deal, decode=tokenizer.decode)
     return found, f"{text}\nlayout {layout}: {reason}"
 
@@ -110,14 +111,14 @@ def _documents_table(row: dict[str, Any], decode: Callable[[list[int]], str] | N
 
 
 def _shards_table(segments_S: np.ndarray, deal: Deal) -> Table:
-    """A line a context shard, or a group of them: its tokens, its attention tiles in all ring steps, and its busiest
-    step."""
+    """A line a context shard, or a group of them: its tokens, and its attention tiles in all and by step (of a ring;
+    other strategies have one)."""
     work, degree = deal.work(segments_S), deal.ulysses_degree
     local = segments_S[deal.order(len(segments_S))].reshape(deal.members, -1)
     mean = max(1.0, float(work.sum()) / deal.members)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     who = "context shard" if degree == 1 else "context shards"
-    for name in (who, "tokens", "pieces", "attention tiles", "of the mean", "tiles by ring step"):
+    for name in (who, "tokens", "pieces", "attention tiles", "of the mean", "tiles by step"):
         table.add_column(name, justify="right")
     for member in range(deal.members):
         held = local[member][local[member] > 0]

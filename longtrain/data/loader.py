@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longtrain.data.rows import RowIndex
-from longtrain.data.rowsource import ROW_STATS, SEQUENCE_KEYS, RowSource
+from longtrain.data.rowsource import ROW_STATS, SEQUENCE_KEYS, RowSource, computed_together, row_stats
 from longtrain.errors import DataError
 from longtrain.layout import Deal
 
@@ -45,12 +45,13 @@ class Batches:
         mesh: Mesh,
         deal: Deal,
         sequences: int,
+        accumulation: int,
         first_row: int,
         prefetch: int,
         workers: int,
     ):
-        """`sequences`: rows of a batch, over all processes. `prefetch`: batches read ahead. `workers`:
-        processes that read; 0 for threads of this one."""
+        """`sequences`: rows of a batch, over all processes. `accumulation`: micro-batches it is computed in.
+        `prefetch`: batches read ahead. `workers`: processes that read; 0 for threads of this one."""
         self.mesh = mesh
         self._index, self._sequences, self._next_row = index, sequences, first_row
         length = index.sequence_length
@@ -59,6 +60,7 @@ class Batches:
         held = self._sharding.addressable_devices_indices_map((sequences, length)).values()
         rows_held = [range(sequences)[index[0]] for index in held if index is not None]
         self._places = sorted(set().union(*rows_held))
+        self._together = computed_together(sequences, mesh.shape["data"] * mesh.shape["fsdp"], accumulation)
         source = RowSource(index, deal, first_row, sequences, tuple(self._places))
         self._rows = _read_ahead(source, prefetch * len(self._places), workers)
         self._placer = ThreadPoolExecutor(1, thread_name_prefix="place-batch")
@@ -90,6 +92,8 @@ class Batches:
         self._next_row += self._sequences
         shape = (self._sequences, self._index.sequence_length)
         batch = {name: _place(rows, name, shape, self._sharding) for name in SEQUENCE_KEYS}
+        for place, stats in row_stats(rows, self._together).items():
+            rows[place]["row_stats"] = stats
         batch["row_stats"] = _place(rows, "row_stats", (self._sequences, ROW_STATS), self._stats_sharding)
         return batch
 

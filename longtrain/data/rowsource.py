@@ -1,23 +1,24 @@
-"""The random-access source the loader reads: a batch's rows in the layout's order, with their statistics.
+"""The random-access source the loader reads: a batch's rows in the layout's order, and what is counted of them.
 
 Numpy only: worker processes import this and build the row index anew, and never touch a device.
 """
 
 import dataclasses
 import sys
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from longtrain.data.hashing import LIMBS, from_limbs, hash_row, to_limbs
-from longtrain.data.rows import Row, RowIndex
+from longtrain.data.rows import RowIndex
 from longtrain.layout import Deal
 
 SEQUENCE_KEYS = ("tokens", "targets", "positions", "segments", "weights")
 ROW_STATS = LIMBS + 3
 """`row_stats` of a row, uint32 [7]: its hash as four 16-bit limbs, the low one first (they add up over rows,
-see hashing.from_limbs); its pieces of documents; the busiest ring member's attention tiles, summed over ring steps;
-and all members' tiles."""
+see hashing.from_limbs); its pieces of documents; attention tiles of the busiest member, summed over ring steps, of all
+rows that are computed together with this one, given to the first of them alone; and all members' tiles of this row."""
 
 
 class RowStats(NamedTuple):
@@ -38,7 +39,7 @@ class RowSource:
     """Item i is the i-th row that this process needs, counted on over batches.
 
     Batch b (from 0) is rows first_row + b * sequences and on; this process needs those at `places` of each,
-    ascending.
+    ascending. An item is the row's sequences, `counts` (uint32 [5], the first of ROW_STATS) and `work` (see Deal.work).
     """
 
     index: RowIndex
@@ -58,11 +59,32 @@ class RowSource:
         row = self.index.row(number)
         order_S = self.deal.order(self.index.sequence_length)
         arrays = {name: getattr(row, name)[order_S] for name in SEQUENCE_KEYS}
-        return arrays | {"row_stats": row_stats(number, row, self.deal)}
+        hashed = to_limbs(hash_row(number, row.tokens, row.targets, row.positions, row.segments, row.weights))
+        counts = np.array([*hashed, len(row.pieces)], np.uint32)
+        return arrays | {"counts": counts, "work": self.deal.work(row.segments)}
 
 
-def row_stats(number: int, row: Row, deal: Deal) -> np.ndarray:
-    """What is counted of row `number` for the metrics: uint32 [7], as ROW_STATS says."""
-    work = deal.work(row.segments)
-    hashed = to_limbs(hash_row(number, row.tokens, row.targets, row.positions, row.segments, row.weights))
-    return np.array([*hashed, len(row.pieces), work.max(axis=1).sum(), work.sum()], np.uint32)
+def computed_together(sequences: int, devices: int, accumulation: int) -> list[range]:
+    """The rows of a batch, by place, that a device computes in one micro-batch: as `step.py` cuts it.
+
+    `devices`: that the rows are cut over.
+    """
+    held = sequences // devices
+    starts = range(0, sequences, held)
+    return [range(start + part, start + held, accumulation) for start in starts for part in range(accumulation)]
+
+
+def row_stats(rows: Mapping[int, dict[str, np.ndarray]], together: Iterable[range]) -> dict[int, np.ndarray]:
+    """`row_stats` of the items at these places of a batch: uint32 [7] each, as ROW_STATS says.
+
+    The members of a ring wait for each other in a step, in which each computes all the rows it has: so the busiest one
+    is that of their sum. Of rows computed together all are in `rows`, or none.
+    """
+    stats = {}
+    for places in together:
+        if places[0] in rows:
+            busiest = np.sum([rows[place]["work"] for place in places], axis=0).max(axis=1).sum()
+            for place in places:
+                first = busiest if place == places[0] else 0
+                stats[place] = np.array([*rows[place]["counts"], first, rows[place]["work"].sum()], np.uint32)
+    return stats
