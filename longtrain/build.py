@@ -131,6 +131,10 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
         packing=config.data.packing,
         kernel=kernel,
     )
+    try:
+        layout.block(order, config.sequence_length, sizes.context // config.attention.ulysses_degree)
+    except ValueError as error:  # `auto` knows no lengths: zigzag needs an even number of tokens on each shard
+        raise ConfigError([Problem("attention.layout", config.attention.layout, str(error))]) from error
     how = Execution(
         mesh=mesh,
         strategy=config.attention.strategy,

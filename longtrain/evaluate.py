@@ -88,6 +88,7 @@ def evaluate_run(config: Config, step: int | None, say: Say) -> dict[str, Any]:
       CheckpointError, ConfigError: when there is no such checkpoint or it is of another model or tokenizer.
     """
     built = build(config)
+    built.check_permutes()
     prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
     evaluate = Evaluator(built, prepared)
     parameters, record = load_weights(built, prepared, config.run_dir, step=step, say=say)

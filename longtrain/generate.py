@@ -113,6 +113,7 @@ def generate_from_run(
       CheckpointError, ConfigError: when there is no such checkpoint or it is of another model or tokenizer.
     """
     built = build(config)
+    built.check_permutes()
     prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
     parameters, _ = load_weights(built, prepared, config.run_dir, step=step, say=say)
     tokenizer = prepared.tokenizer()

@@ -312,6 +312,31 @@ def test_the_answer_is_the_same_in_and_out_of_jit_and_from_sharded_arrays():
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, "context")), out.ndim)
 
 
+@pytest.mark.parametrize("placed", [False, True], ids=["anywhere", "cut over the mesh"])
+def test_a_mesh_of_explicit_axes_gives_the_same(placed: bool):
+    """What jax.make_mesh gives unless told otherwise; the types of arrays that are placed on it name its axes."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 32, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    tokens = plain_tokens(2, 32)
+
+    def squares(mesh: Mesh | None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = attention(q, k, v, **tokens, mesh=mesh)
+        return jnp.sum(out**2), out
+
+    def both(mesh: Mesh | None, *qkv: jax.Array) -> tuple:
+        return jax.jit(jax.grad(functools.partial(squares, mesh), (0, 1, 2), has_aux=True))(*qkv)
+
+    expected = both(None, q, k, v)
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit,) * 2)
+    cut = NamedSharding(mesh, PartitionSpec("data", "context"))
+    found = both(mesh, *(jax.device_put(x, cut) if placed else x for x in (q, k, v)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+    if placed:
+        with jax.set_mesh(mesh):
+            out = squares(mesh, *(jax.device_put(x, cut) for x in (q, k, v)))[1]
+        np.testing.assert_allclose(out, expected[1], rtol=1e-5, atol=1e-5)
+
+
 def test_scale_multiplies_the_scores():
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 1, 64)).astype(np.float32)
     tokens = plain_tokens(1, 16)

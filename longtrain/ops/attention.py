@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from longtrain import layout as layouts
 from longtrain.ops import all_gather, kernels, ring, ulysses
@@ -92,7 +92,23 @@ def attention(
     )
     block_kernel = kernels.Kernel(kernels.select(kernel, work)[0], settings)
     chosen = _strategy(strategy, block_kernel, shards, ulysses_degree, two_way, unroll)
-    return _attention(chosen, mesh, q_BSNH, k_BSKH, v_BSKH, Tokens(positions_BS, segments_BS))
+    arrays = (q_BSNH, k_BSKH, v_BSKH, Tokens(positions_BS, segments_BS))
+    if mesh is None:
+        return _attention(chosen, None, *arrays)
+    # Over explicit axes, which jax.make_mesh gives unless told otherwise, shard_map takes only arrays that are cut as it
+    # wants them. So they are automatic inside, and arrays whose types name them are passed in and out accordingly.
+    automatic = functools.partial(_attention, chosen, Mesh(mesh.devices, mesh.axis_names))
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))]
+    if not any(AxisType.Explicit in each.axis_types for each in meshes):
+        return automatic(*arrays)
+    cut = NamedSharding(mesh, PartitionSpec(*_axes(mesh)))
+    return jax.sharding.auto_axes(automatic, out_sharding=cut)(*arrays)
+
+
+def _axes(mesh: Mesh) -> tuple[tuple[str, ...] | None, ...]:
+    """The axes of the mesh that cut rows, sequence and heads."""
+    cuts = (BATCH_AXES, ("context",), ("tensor",))
+    return tuple(tuple(name for name in names if name in mesh.shape) or None for names in cuts)
 
 
 def _strategy(
@@ -120,11 +136,7 @@ def _attention(
 ) -> jax.Array:
     if mesh is None:
         return _on_shard(strategy, q_BSNH, k_BSKH, v_BSKH, tokens)
-
-    def axes(*names: str) -> tuple[str, ...] | None:
-        return tuple(name for name in names if name in mesh.shape) or None
-
-    rows, sequence, heads = axes(*BATCH_AXES), axes("context"), axes("tensor")
+    rows, sequence, heads = _axes(mesh)
     kv_heads, tensor = k_BSKH.shape[2], mesh.shape.get("tensor", 1)
     on_shard = functools.partial(_on_shard, strategy)
     kv_spec = PartitionSpec(rows, sequence, heads)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -63,7 +64,7 @@ class Round:
 def check_permutes(mesh: Mesh, *, ulysses_degree: int, two_way: bool, message: int) -> None:
     """Shifts known numbers round every axis of more than one device, and compares what came.
 
-    Each process looks at its own devices. The ring over `context` is the run's: over groups of `ulysses_degree` shards,
+    Each process looks at its own devices, and all end where one of them must. The ring over `context` is the run's: over groups of `ulysses_degree` shards,
     both ways where it is `two_way`, with messages of `message` float32 numbers.
 
     Raises:
@@ -76,6 +77,15 @@ def check_permutes(mesh: Mesh, *, ulysses_degree: int, two_way: bool, message: i
     if not rounds:
         return
     results = jax.jit(lambda: [sent.received(mesh) for sent in rounds])()
+    found = _first_wrong(mesh, rounds, results)
+    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(found is not None)).any():
+        found = found or "the self-test of permutes failed in another process, which says how"
+    if found:
+        raise ClusterError(found)
+
+
+def _first_wrong(mesh: Mesh, rounds: list[Round], results: list[jax.Array]) -> str | None:
+    """What is wrong on one of this process's devices, in words; None where nothing is."""
     for sent, received in zip(rounds, results, strict=True):
         expected = sent.expected(mesh)
         for shard in received.addressable_shards:
@@ -84,7 +94,8 @@ def check_permutes(mesh: Mesh, *, ulysses_degree: int, two_way: bool, message: i
             wrong = (held != expected[device, :, None]).any(axis=1)
             if wrong.any():
                 shifts = int(np.argmax(wrong))
-                raise ClusterError(_told(mesh, sent, device, shifts + 1, expected[device, shifts], held[shifts]))
+                return _told(mesh, sent, device, shifts + 1, expected[device, shifts], held[shifts])
+    return None
 
 
 def _told(mesh: Mesh, sent: Round, device: int, shifts: int, wanted: int, held: np.ndarray) -> str:
