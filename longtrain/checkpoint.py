@@ -218,6 +218,18 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:900]}{' ...' if rest or len(first) > 900 else ''}"
 
 
+def folder_of(run_dir: Path) -> Path:
+    """The folder of a run's checkpoints.
+
+    Raises:
+      CheckpointError: when there is none.
+    """
+    folder = run_dir.resolve() / FOLDER
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; is {run_dir} the folder of a run?")
+    return folder
+
+
 def restore_parameters(
     run_dir: Path,
     abstract: Params,
@@ -237,9 +249,7 @@ def restore_parameters(
       CheckpointError: when there is no such checkpoint or it cannot be read.
     """
     _silence_orbax()
-    folder = run_dir.resolve() / FOLDER
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; is {run_dir} the folder of a run?")
+    folder = folder_of(run_dir)
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         steps = sorted(manager.all_steps())
         if not steps or (step is not None and step not in steps):

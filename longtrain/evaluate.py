@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from longtrain.build import Build, build
-from longtrain.checkpoint import Say
+from longtrain.checkpoint import Say, folder_of
 from longtrain.config import Config
 from longtrain.data import prepare
 from longtrain.data.loader import Batches
@@ -87,6 +87,7 @@ def evaluate_run(config: Config, step: int | None, say: Say) -> dict[str, Any]:
     Raises:
       CheckpointError, ConfigError: when there is no such checkpoint or it is of another model or tokenizer.
     """
+    folder_of(config.run_dir)  # before minutes are spent on data
     built = build(config)
     built.check_permutes()
     prepared = prepare.ensure(config, log=say, process_index=jax.process_index())

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longtrain.build import Build, build
-from longtrain.checkpoint import Say
+from longtrain.checkpoint import Say, folder_of
 from longtrain.config import Config
 from longtrain.data import prepare
 from longtrain.errors import ConfigError, Problem
@@ -112,6 +112,7 @@ def generate_from_run(
     Raises:
       CheckpointError, ConfigError: when there is no such checkpoint or it is of another model or tokenizer.
     """
+    folder_of(config.run_dir)  # before minutes are spent on data
     built = build(config)
     built.check_permutes()
     prepared = prepare.ensure(config, log=say, process_index=jax.process_index())

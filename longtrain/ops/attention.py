@@ -95,8 +95,8 @@ def attention(
     arrays = (q_BSNH, k_BSKH, v_BSKH, Tokens(positions_BS, segments_BS))
     if mesh is None:
         return _attention(chosen, None, *arrays)
-    # Over explicit axes, which jax.make_mesh gives unless told otherwise, shard_map takes only arrays that are cut as it
-    # wants them. So they are automatic inside, and arrays whose types name them are passed in and out accordingly.
+    # Over explicit axes, which jax.make_mesh gives unless told otherwise, shard_map takes only arrays that are cut as
+    # it wants them. So they are automatic inside, and arrays whose types name them are passed in and out accordingly.
     automatic = functools.partial(_attention, chosen, Mesh(mesh.devices, mesh.axis_names))
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))]
     if not any(AxisType.Explicit in each.axis_types for each in meshes):

@@ -64,8 +64,8 @@ class Round:
 def check_permutes(mesh: Mesh, *, ulysses_degree: int, two_way: bool, message: int) -> None:
     """Shifts known numbers round every axis of more than one device, and compares what came.
 
-    Each process looks at its own devices, and all end where one of them must. The ring over `context` is the run's: over groups of `ulysses_degree` shards,
-    both ways where it is `two_way`, with messages of `message` float32 numbers.
+    Each process looks at its own devices, and all end where one of them must. The ring over `context` is the run's:
+    over groups of `ulysses_degree` shards, both ways where it is `two_way`, with messages of `message` float32 numbers.
 
     Raises:
       ClusterError: naming the axis, the device, what it should have and what it has.
