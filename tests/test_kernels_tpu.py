@@ -70,10 +70,20 @@ def test_a_step_takes_several_heads_and_leaves_half_of_them_to_the_other_core(kv
     assert mosaic_grid.step_heads(kv_heads, group, 128, 256, jnp.dtype(dtype)) == expected
 
 
-def test_more_tiles_than_can_be_numbered_are_refused():
-    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, 1, 2**23, 64), (1, 1, 2**24, 64)))
-    with pytest.raises(ValueError, match="1 rows of 8388608 queries and 16777216 keys are more tiles than an int32"):
-        mosaic_grid.Grid.of(q, k, 256, "queries")
+@pytest.mark.parametrize("outer", ["queries", "keys"])
+def test_more_tiles_than_can_be_numbered_are_refused_and_the_last_that_can_be_ends(outer):
+    def grid_of(rows: int, keys: int) -> mosaic_grid.Grid:
+        q, k = (jax.ShapeDtypeStruct((rows, *shape, 64), jnp.bfloat16) for shape in ((1, 1, 2**22), (1, keys)))
+        return mosaic_grid.Grid.of(q, k, 256, outer)
+
+    for rows, keys in ((1, 2**24), (2, 2**23)):
+        with pytest.raises(ValueError, match=f"{rows} rows of 4194304 queries and {keys} keys are more tiles than 30"):
+            grid_of(rows, keys)
+    grid, number = grid_of(1, 2**23), 2**30 - 1
+    assert mosaic_grid.bits_of(1, grid.q_tiles, grid.kv_tiles) == 30
+    visit = grid.visit([-1, number, int(mosaic_grid.NO_VISIT)], 0)
+    assert (visit.row, visit.q_tile, visit.kv_tile) == (0, grid.q_tiles - 1, grid.kv_tiles - 1)
+    assert visit.full and visit.first and visit.last
 
 
 # --- The visits -------------------------------------------------------------------------------------------------------

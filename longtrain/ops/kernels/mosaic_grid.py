@@ -34,10 +34,13 @@ LISTED_VISITS = 1 << 16
 """Visits in one list, at most: a quarter of the scalar memory. Where there may be more, the kernel is called again."""
 
 VMEM_BYTES = 48 << 20
-"""Vector memory that a kernel may use: a core of v5p has 64 MiB, of v5e and v6e 128 MiB."""
+"""Vector memory that a kernel may use: a core of v5p has 64 MiB, of v5e and v6e 128 MiB, of v2 to v4 16 MiB."""
 
 STEP_HEADS = 4
 """Key/value heads of one step, at most: enough work to hide what a step costs and what it fetches."""
+
+VISIT_BITS = 30
+"""Of a visit's number, at most: with all 31 of an int32 the last outer tile would begin like NO_VISIT, and not end."""
 
 NO_VISIT = jnp.iinfo(jnp.int32).max
 
@@ -97,8 +100,9 @@ class Grid:
             head_dim=_round_up(H, LANES),
             outer=outer,
         )
-        if bits_of(B, grid.q_tiles, grid.kv_tiles) > 31:
-            raise ValueError(f"{B} rows of {T} queries and {k_BKSH.shape[2]} keys are more tiles than an int32 numbers")
+        if bits_of(B, grid.q_tiles, grid.kv_tiles) > VISIT_BITS:
+            what = f"{B} rows of {T} queries and {k_BKSH.shape[2]} keys"
+            raise ValueError(f"{what} are more tiles than {VISIT_BITS} bits number")
         return grid
 
     @property
