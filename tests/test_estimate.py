@@ -387,6 +387,7 @@ def test_the_kernel_is_the_one_that_will_run(
     model, tensor = config.model, config.mesh.tensor
     work = Workload(
         platform=platform,
+        device_kind=hardware.device_kind(hardware.DEVICES[kind]),
         capability=capability,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,

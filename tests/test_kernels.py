@@ -16,7 +16,7 @@ from longtrain.ops.attention import attention
 from longtrain.ops.kernels import cudnn_internals
 from longtrain.ops.kernels.workload import Workload, interpreted, interpreting
 
-H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
+H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
 
 
 def workload(device=H100, **changes) -> Workload:
@@ -101,7 +101,7 @@ def test_a_gpu_takes_the_fused_kernel_that_serves(facts, kernel, reason, with_cu
 
 @pytest.mark.parametrize("capability", ["7.0", "gfx942", None])
 def test_another_gpu_is_told_that_no_fused_kernel_serves_it(capability):
-    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    device = SimpleNamespace(platform="gpu", device_kind="a GPU", compute_capability=capability)
     name, reason = kernels.select("auto", workload(device, one_document=True))
     assert name == "xla" and "NO FUSED KERNEL SERVES" in reason and "not triton" in reason and "not cudnn" in reason
 

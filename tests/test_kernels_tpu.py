@@ -26,7 +26,7 @@ from longtrain.plan import targets
 from test_kernels import workload
 
 TILE = 8
-TPU = SimpleNamespace(platform="tpu")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,18 @@ def test_what_it_cannot_serve_is_refused_with_the_numbers(facts, message, monkey
     assert mosaic.limits(workload(TPU)) is None
     assert re.search(message, mosaic.limits(workload(TPU, **facts)))
     assert kernels.select("auto", workload(TPU, **facts))[0] == "xla"
+
+
+@pytest.mark.parametrize(
+    ("kind", "serves"),
+    [("TPU v3", False), ("TPU v4", False), ("TPU v4 lite", False), ("TPU v5 lite", True), ("TPU v5", True)],
+)
+def test_a_tpu_with_less_vector_memory_is_refused_it_by_name(kind, serves):
+    work = workload(SimpleNamespace(platform="tpu", device_kind=kind))
+    assert kernels.select("auto", work)[0] == ("mosaic" if serves else "xla")
+    if not serves:
+        with pytest.raises(ValueError, match=f"{kind} has too little vector memory: it needs TPU v5e or later"):
+            kernels.select("mosaic", work)
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,16 @@ from longtrain.ops.tiles import Tokens
 DTYPES = ("bfloat16", "float32")
 LARGEST_HEAD_DIM = 256
 
+SMALL_VECTOR_MEMORY = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
+"""The kinds of TPU whose cores have less than `mosaic_grid.VMEM_BYTES`: 16 MiB, by jax's table of chips."""
+
 
 def limits(work: Workload) -> str | None:
     """Why it cannot serve this workload; None where it can."""
     if not work.interpret and work.platform != "tpu":
         return f"it compiles for TPUs, not for {work.platform}"
+    if work.device_kind in SMALL_VECTOR_MEMORY:
+        return f"{work.device_kind} has too little vector memory: it needs TPU v5e or later"
     if work.dtype not in DTYPES:
         return f"dtype {work.dtype}: one of {', '.join(DTYPES)}"
     if work.head_dim > LARGEST_HEAD_DIM:

@@ -32,6 +32,8 @@ class Workload:
 
     platform: str
     """`cpu`, `gpu` or `tpu`: of the devices that will compute, which need not be of this machine."""
+    device_kind: str
+    """As jax names it, such as `NVIDIA H200` or `TPU v5`."""
     capability: str | None
     """Compute capability of an NVIDIA GPU, such as `9.0`; None for other devices."""
     dtype: str
@@ -74,6 +76,7 @@ class Workload:
         members, parts = context // ulysses_degree, tensor * ulysses_degree
         return cls(
             platform=device.platform,
+            device_kind=device.device_kind,
             capability=getattr(device, "compute_capability", None),
             dtype=dtype,
             head_dim=head_dim,
