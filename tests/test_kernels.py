@@ -117,6 +117,20 @@ def test_what_is_missing_is_named(monkeypatch):
         kernels.select("cudnn", work)
 
 
+@pytest.mark.parametrize(
+    ("capability", "version", "kernel"),
+    [("10.3", 91002, "triton"), ("10.3", 91100, "cudnn"), ("10.3", None, "cudnn"), ("10.0", 91002, "cudnn")],
+)
+def test_a_cudnn_too_old_for_the_gpu_is_refused(capability, version, kernel, with_cudnn, monkeypatch):
+    plugin = version and SimpleNamespace(cudnn_get_version=lambda: version)
+    monkeypatch.setattr(cudnn_internals.internals, "cuda_versions", plugin)
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA GB300", compute_capability=capability)
+    name, reason = kernels.select("auto", workload(device, one_document=True))
+    assert name == kernel
+    if kernel == "triton":
+        assert "compute capability 10.3 needs cuDNN 91100 (9.11) or later: here is 91002" in reason
+
+
 @pytest.mark.parametrize("kernel", ["triton", "cudnn"])
 def test_a_gpu_kernel_on_cpu_is_refused_as_a_config_and_as_a_call(kernel):
     message = rf"'{kernel}' cannot serve here: .*not for cpu; auto would take xla"

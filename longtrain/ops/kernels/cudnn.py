@@ -51,7 +51,7 @@ def limits(work: Workload) -> str | None:
         return f"dtype {work.dtype}: one of {', '.join(DTYPES)}"
     if work.head_dim > LARGEST_HEAD_DIM or work.head_dim % HEAD_DIM_STEP:
         return f"head_dim {work.head_dim}: at most {LARGEST_HEAD_DIM} and a multiple of {HEAD_DIM_STEP}"
-    return cudnn_internals.moved() or cudnn_internals.missing()
+    return cudnn_internals.moved() or cudnn_internals.missing() or cudnn_internals.too_old(work.capability)
 
 
 def forward(

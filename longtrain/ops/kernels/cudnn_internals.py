@@ -25,6 +25,9 @@ _PAGES = ("page_table_k", "page_table_v")
 _RESIDUALS = ("activation", "fwd_output", "grad_output")
 _SETTINGS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
 
+# Blackwell Ultra, and the first cuDNN whose flash attention knows it, as cuDNN numbers its versions.
+_LATE_CAPABILITY, _LATE_CUDNN = "10.3", 91100
+
 # The parameters of (forward, backward) by release of jax: the first of 0.10, the second of 0.12.
 _KNOWN = (
     ((*_ARRAYS, *_PAGES, *_SETTINGS, "is_training"), (*_ARRAYS, *_PAGES, *_RESIDUALS, *_SETTINGS)),
@@ -51,6 +54,18 @@ def missing() -> str | None:
     if wheel or ctypes.util.find_library("cudnn"):
         return None
     return "cuDNN is not installed here: pip install nvidia-cudnn-cu13"
+
+
+def too_old(capability: str | None) -> str | None:
+    """Why the cuDNN that jax's plug-in has loaded cannot serve this compute capability, as jax's public function tests
+    it; None where it can, or where no plug-in says which cuDNN it is.
+    """
+    if capability != _LATE_CAPABILITY or internals.cuda_versions is None:
+        return None
+    version = internals.cuda_versions.cudnn_get_version()
+    if version >= _LATE_CUDNN:
+        return None
+    return f"compute capability {capability} needs cuDNN {_LATE_CUDNN} (9.11) or later: here is {version}"
 
 
 def forward(
