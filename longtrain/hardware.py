@@ -24,7 +24,7 @@ class Device:
         with float32 unless told otherwise). What a vendor does not publish is not there.
       memory_bytes: of the device's own memory. memory_bandwidth: bytes/s. link_bandwidth: bytes/s one way to
       the other devices of its domain, all links together. network_bandwidth: bytes/s one way to devices beyond
-      them, one device's share.
+      them, one device's share. host_bandwidth: bytes/s one way between a device and its host's memory.
       platform: "gpu" or "tpu". domain: devices of a domain, which reach each other over the fast links: the node
       or NVLink domain; of a TPU, the largest slice. links: how many links `link_bandwidth` is the sum of where a
       transfer to one neighbour takes only one of them; 1 where a switch gives it all.
@@ -39,6 +39,7 @@ class Device:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float
 
     def peak(self, dtype: str) -> float | None:
         """Dense peak FLOP/s of matrix products computed in `dtype`; None where the vendor publishes none."""
@@ -53,6 +54,10 @@ class Device:
 # The network figure of the NVIDIA kinds is one adapter a GPU, as in the vendor's own systems: 200 Gbit/s
 # (ConnectX-6) beside A100, 400 Gbit/s (ConnectX-7) beside Hopper and Blackwell. The NVLink domain is the eight GPUs
 # of a DGX or HGX node, 72 of a GB200 NVL72 rack. A TPU "device" is a chip.
+#
+# The host figure is PCIe x16 one way, of generation 4 beside A100 and 5 beside Hopper and B200; of GB200 its part of
+# NVLink-C2C, 900 GB/s both ways together between a Grace and its two GPUs; of TPUs PCIe by "How to Scale Your Model"
+# (Google DeepMind, part 2): 1.5e10 bytes/s a chip, 32 GB/s on v6e.
 A100_40GB = Device(
     # NVIDIA A100 Tensor Core GPU data sheet (SXM): 312 TFLOPS BF16, 156 TF32, 19.5 FP32 (all dense), no FP8;
     # 40 GB at 1555 GB/s; NVLink 600 GB/s both ways together. DGX A100: eight 200 Gbit/s adapters for eight
@@ -66,6 +71,7 @@ A100_40GB = Device(
     memory_bandwidth=1555 * GIGA,
     link_bandwidth=300 * GIGA,
     network_bandwidth=25 * GIGA,
+    host_bandwidth=32 * GIGA,
 )
 A100_80GB = Device(
     # The same data sheet: 80 GB at 2039 GB/s (SXM).
@@ -78,6 +84,7 @@ A100_80GB = Device(
     memory_bandwidth=2039 * GIGA,
     link_bandwidth=300 * GIGA,
     network_bandwidth=25 * GIGA,
+    host_bandwidth=32 * GIGA,
 )
 H100 = Device(
     # NVIDIA H100 data sheet (SXM), printed with sparsity: 1979 TFLOPS BF16, 989 TF32, 3958 FP8, so half of
@@ -92,6 +99,7 @@ H100 = Device(
     memory_bandwidth=3350 * GIGA,
     link_bandwidth=450 * GIGA,
     network_bandwidth=50 * GIGA,
+    host_bandwidth=64 * GIGA,
 )
 H200 = Device(
     # NVIDIA H200 data sheet (SXM): compute and NVLink as the H100; 141 GB at 4.8 TB/s.
@@ -104,6 +112,7 @@ H200 = Device(
     memory_bandwidth=4800 * GIGA,
     link_bandwidth=450 * GIGA,
     network_bandwidth=50 * GIGA,
+    host_bandwidth=64 * GIGA,
 )
 B200 = Device(
     # NVIDIA HGX B200 / DGX B200 data sheets, per GPU: 4.5 PFLOPS BF16, 2.2 TF32, 9 FP8 with sparsity, so half
@@ -117,6 +126,7 @@ B200 = Device(
     memory_bandwidth=7700 * GIGA,
     link_bandwidth=900 * GIGA,
     network_bandwidth=50 * GIGA,
+    host_bandwidth=64 * GIGA,
 )
 GB200 = Device(
     # NVIDIA GB200 NVL72 data sheet, over its 72 GPUs: 360 PFLOPS BF16, 180 TF32, 720 FP8 with sparsity, so
@@ -131,6 +141,7 @@ GB200 = Device(
     memory_bandwidth=8000 * GIGA,
     link_bandwidth=900 * GIGA,
     network_bandwidth=50 * GIGA,
+    host_bandwidth=225 * GIGA,
 )
 TPU_V5E = Device(
     # Google Cloud TPU v5e and v6e documentation, per chip: 197 TFLOPS BF16, 16 GB at 819 GB/s, interchip
@@ -145,6 +156,7 @@ TPU_V5E = Device(
     memory_bandwidth=819 * GIGA,
     link_bandwidth=200 * GIGA,
     network_bandwidth=3.125 * GIGA,
+    host_bandwidth=15 * GIGA,
 )
 TPU_V5P = Device(
     # Google Cloud TPU v5p documentation, per chip: 459 TFLOPS BF16 and FP8, 95 GiB at 2765 GB/s, interchip
@@ -158,6 +170,7 @@ TPU_V5P = Device(
     memory_bandwidth=2765 * GIGA,
     link_bandwidth=600 * GIGA,
     network_bandwidth=6.25 * GIGA,
+    host_bandwidth=15 * GIGA,
 )
 TPU_V6E = Device(
     # Google Cloud TPU v6e documentation, per chip: 918 TFLOPS BF16, 32 GB at 1640 GB/s, interchip links of
@@ -171,6 +184,7 @@ TPU_V6E = Device(
     memory_bandwidth=1640 * GIGA,
     link_bandwidth=448 * GIGA,
     network_bandwidth=12.5 * GIGA,
+    host_bandwidth=32 * GIGA,
 )
 
 DEVICES = {

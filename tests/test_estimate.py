@@ -142,6 +142,34 @@ def test_what_all_gather_waits_for(tmp_path: Path):
     assert gather.exposed == pytest.approx(gather.seconds, rel=1e-3)
 
 
+def test_what_offload_copies_to_the_host(tmp_path: Path):
+    """16K tokens a device, of 32 heads of 128 in bfloat16 and two float32 statistics, 32 layers and 8 micro-batches."""
+    config = shipped("llama3_8b_64k", "memory.offload=attention")
+    held, calls = 16384 * 32 * (128 * 2 + 8), 32 * 8
+    for kind, bandwidth in (("H100", 64e9), ("GB200", 225e9), ("v5p", 15e9)):
+        planned, kept = plan(config, kind), plan(shipped("llama3_8b_64k"), kind)
+        copies = sent(planned, "copy", "attention's output and statistics, to the host and back")
+        assert (copies.count, copies.bytes) == (2 * calls, 2 * calls * held)
+        assert copies.seconds == pytest.approx(copies.bytes / (0.8 * bandwidth))
+        # What is in the host's memory is not in the device's, but for one of 32 layers.
+        assert kept.memory.total - planned.memory.total == 31 * held
+        assert planned.timing.step - kept.timing.step == pytest.approx(copies.exposed, abs=1e-9)
+    hides_nothing = plan(config, "H100", assumptions_file=assumed(tmp_path, host_hidden_share=0))
+    copies = sent(hides_nothing, "copy", "attention's output and statistics, to the host and back")
+    assert copies.exposed == pytest.approx(copies.seconds)
+    hides_all = plan(config, "H100", assumptions_file=assumed(tmp_path, host_hidden_share=1))
+    assert sent(hides_all, "copy", "attention's output and statistics, to the host and back").exposed == 0
+
+
+def test_offload_is_tried_where_there_is_a_host():
+    tight = plan(shipped("llama3_8b_64k", "batch.accumulation=4"), "A100-40GB")
+    assert "memory.offload=attention" in [str(change) for change in alternatives.savings(tight)]
+    simulated = plan(shipped("llama3_8b_64k", "batch.accumulation=4", "mesh.simulate_devices=auto"), "A100-40GB")
+    assert not any("offload" in str(change) for change in alternatives.savings(simulated))
+    assert "memory.offload=attention" in [str(change) for change in alternatives.search(tight)]
+    assert not any("offload" in str(change) for change in alternatives.search(simulated))
+
+
 def test_a_strategy_that_cannot_serve_says_why():
     choices = {str(choice): choice for choice in alternatives.strategies(plan(shipped("llama3_8b_256k"), "H100"))}
     assert choices["ulysses"].plan is None and "key/value heads" in choices["ulysses"].refusal

@@ -47,4 +47,5 @@ def test_the_figures_of_a_device_fit_together(device: hardware.Device):
         if slower in peak and faster in peak:
             assert peak[slower] <= peak[faster] <= most * peak[slower]
     assert device.memory_bandwidth > device.link_bandwidth > device.network_bandwidth > 1e9
+    assert 1e10 < device.host_bandwidth < device.memory_bandwidth
     assert 16 * 2**30 <= device.memory_bytes < 200e9

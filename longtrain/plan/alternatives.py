@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from longtrain.errors import ConfigError
 from longtrain.plan import traffic
@@ -50,8 +51,15 @@ def _saving_keys(plan: Plan) -> Iterator[Changes]:
         yield {"memory.mlp_chunk": SMALL_MLP_CHUNK}
     if memory.loss_chunk > SMALL_LOSS_CHUNK:
         yield {"memory.loss_chunk": SMALL_LOSS_CHUNK}
+    if "attention" in _offloads(plan) and memory.offload == "none":
+        yield {"memory.offload": "attention"}
     if share.rows > 1:
         yield {"batch.accumulation": share.rows * share.micro_batches}
+
+
+def _offloads(plan: Plan) -> tuple[str, ...]:
+    """What `memory.offload` may be: simulated devices have no memory but the host's."""
+    return ("none", "attention") if plan.config.mesh.simulate_devices is None else ("none",)
 
 
 def _changed(plan: Plan, candidates: Iterator[Changes] | Sequence[Changes], devices: int | None = None) -> list[Change]:
@@ -103,8 +111,8 @@ def strategies(plan: Plan) -> list[Choice]:
 
 
 def search(plan: Plan) -> list[Change]:
-    """The fastest plan of every mesh of as many devices that fits, the fastest first: by mesh, accumulation, remat and
-    MLP chunk. The batch and everything else stay."""
+    """The fastest plan of every mesh of as many devices that fits, the fastest first: by mesh, accumulation, remat,
+    MLP chunk and offload. The batch and everything else stay."""
     best = [fastest for mesh in _meshes(plan.share.devices) if (fastest := _fastest(plan, mesh))]
     return sorted(best, key=lambda change: change.plan.timing.step)
 
@@ -127,23 +135,24 @@ def _fastest(plan: Plan, mesh: dict[str, int]) -> Change | None:
         "batch.accumulation": share.micro_batches,
         "memory.remat": config.memory.remat,
         "memory.mlp_chunk": config.memory.mlp_chunk,
+        "memory.offload": config.memory.offload,
     }
     rows = config.batch.sequences // (mesh["mesh.data"] * mesh["mesh.fsdp"])
     fastest: Change | None = None
-    for accumulation in (parts for parts in range(1, rows + 1) if rows % parts == 0):
-        for remat in REMAT:
-            for chunk in (None, SMALL_MLP_CHUNK):
-                changes = mesh | {
-                    "batch.accumulation": accumulation,
-                    "memory.remat": remat,
-                    "memory.mlp_chunk": chunk,
-                }
-                try:
-                    changed = replanned(plan, changes)
-                except ConfigError:
-                    continue
-                if changed.fits and (fastest is None or changed.timing.step < fastest.plan.timing.step):
-                    fastest = Change({key: value for key, value in changes.items() if value != present[key]}, changed)
+    accumulations = [parts for parts in range(1, rows + 1) if rows % parts == 0]
+    for accumulation, remat, chunk, offload in product(accumulations, REMAT, (None, SMALL_MLP_CHUNK), _offloads(plan)):
+        changes = mesh | {
+            "batch.accumulation": accumulation,
+            "memory.remat": remat,
+            "memory.mlp_chunk": chunk,
+            "memory.offload": offload,
+        }
+        try:
+            changed = replanned(plan, changes)
+        except ConfigError:
+            continue
+        if changed.fits and (fastest is None or changed.timing.step < fastest.plan.timing.step):
+            fastest = Change({key: value for key, value in changes.items() if value != present[key]}, changed)
     return fastest
 
 

@@ -39,9 +39,11 @@ RANGES = {
     "attention_backward_efficiency": _EFFICIENCY,
     "link_efficiency": _EFFICIENCY,
     "network_efficiency": _EFFICIENCY,
+    "host_efficiency": _EFFICIENCY,
     "memory_efficiency": _EFFICIENCY,
     "collective_latency": _SECONDS,
     "hidden_share": _SHARE,
+    "host_hidden_share": _SHARE,
     "memory_reserve": _RESERVE,
     "domain_devices": _DEVICES,
 }

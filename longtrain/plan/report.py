@@ -118,7 +118,7 @@ def _time(plan: Plan) -> Table:
         "matrix products": timing.matmul,
         f"attention, kernel {plan.share.kernel}": timing.attention,
         "memory traffic: norms, sums, the update": timing.memory,
-        "communication that nothing hides": timing.exposed,
+        "communication and copies that nothing hides": timing.exposed,
     }
     for what, seconds in rows.items():
         table.add_row(units.seconds(seconds), f"{seconds / timing.step:.0%}", _bar(seconds / timing.step), what)
@@ -130,7 +130,7 @@ def _traffic(plan: Plan) -> Table | None:
     if not plan.timing.transfers:
         return None
     lies = ", ".join(_lies(plan, axis) for axis in FASTEST_FIRST if plan.share.mesh.axes[axis] > 1)
-    title = f"What a device sends in a step; {lies}"
+    title = "What a device sends in a step" + (lies and f"; {lies}")
     units = Units.of(plan)
     table = new_table(title, units.memory, "times", units.time, "exposed", "what", "over")
     for transfer in sorted(plan.timing.transfers, key=lambda transfer: -transfer.bytes):
@@ -140,7 +140,7 @@ def _traffic(plan: Plan) -> Table | None:
             units.seconds(transfer.seconds),
             units.seconds(transfer.exposed),
             f"{transfer.kind}: {transfer.what}",
-            " x ".join(axis for axis in transfer.axes if plan.share.mesh.axes[axis] > 1),
+            " x ".join(axis for axis in transfer.axes if plan.share.mesh.axes[axis] > 1) or "host",
         )
     return table
 

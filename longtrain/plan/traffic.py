@@ -1,8 +1,9 @@
-"""What travels between the devices in a step: which collective, over which axis, how many bytes, how long.
+"""What travels in a step, between the devices and to their hosts: by what, over what, how many bytes, how long.
 
 The collectives are those of the program: `parallel/sharding.py` gathers weights and scatters their gradients,
 `ops/ring.py`, `ops/all_gather.py` and `ops/ulysses.py` move keys and values, `ops/loss.py` and `ops/embedding.py` the
-head, the table and the embeddings, and the compiler sums activations over `tensor`.
+head, the table and the embeddings, and the compiler sums activations over `tensor`. `memory.offload` copies to
+the host.
 """
 
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from longtrain.plan.share import FLOAT32, Share
 
 @dataclass(frozen=True)
 class Transfer:
-    """One kind of collective of a step.
+    """One kind of collective of a step, or copies to and from the host.
 
     Attributes:
-      what: what travels. kind: the collective. axes: the mesh axes it runs over.
+      what: what travels. kind: the collective. axes: the mesh axes it runs over, none where it goes to the host.
       count: how often in a step. bytes: that one device sends in a step. seconds: of a step, were nothing hidden.
       exposed: of these, the seconds that no compute hides.
     """
@@ -42,12 +43,13 @@ class Pace:
 
 
 def transfers(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
-    """All the collectives of a step that carry bytes worth counting."""
+    """All the transfers of a step that carry bytes worth counting."""
     found = [
         *_weights(share, assumed, pace),
         *attention(share, assumed, pace),
         *_tensor(share, assumed),
         *_ends(share, assumed),
+        *_offloaded(share, assumed, pace),
     ]
     return [transfer for transfer in found if transfer.bytes]
 
@@ -215,3 +217,17 @@ def _ends(share: Share, assumed: Assumptions) -> list[Transfer]:
         summed("embeddings", stream),
         summed("hidden states' gradient, float32", d_stream),
     ]
+
+
+def _offloaded(share: Share, assumed: Assumptions, pace: Pace) -> list[Transfer]:
+    """Each layer's attention output and softmax statistics, to the host beside the forward pass, back beside the
+    backward pass. The link to the host is no other transfer's."""
+    if share.config.memory.offload == "none":
+        return []
+    held = share.tokens * share.heads * (share.config.model.head_dim * share.compute_bytes + 2 * FLOAT32)
+    seconds = held / (assumed.device.host_bandwidth * assumed["host_efficiency"])
+    hidden = assumed["host_hidden_share"]
+    exposed = sum(max(0.0, seconds - hidden * compute) for compute in (pace.forward, pace.backward))
+    calls = share.layer_calls
+    what = "attention's output and statistics, to the host and back"
+    return [Transfer(what, "copy", (), 2 * calls, 2 * calls * held, 2 * calls * seconds, calls * exposed)]
