@@ -61,9 +61,8 @@ def test_parameters_and_moments_are_what_a_device_is_given(mesh: dict[str, int],
             if leaf.ndim
         )
 
-    terms = {term.what: term.bytes for term in planned.memory.terms}
-    assert terms["parameters, float32"] == held(state.parameters)
-    assert terms.get(f"{optimizer}'s moments", 0) == held(state.optimizer)
+    kinds = planned.memory.by_kind
+    assert (kinds["parameters"], kinds["optimizer"]) == (held(state.parameters), held(state.optimizer))
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -71,6 +70,17 @@ def _size(shape: tuple[int, ...]) -> int:
     for side in shape:
         size *= side
     return size
+
+
+def test_parameters_and_moments_are_the_same_in_every_phase():
+    """An update that is the peak is made of gradients: it adds nothing to what the state holds."""
+    large, small = (
+        plan(shipped("llama3_8b", "batch.accumulation=1", "batch.sequences=8", f"sequence_length={length}"), "H100")
+        for length in (65536, 64)
+    )
+    assert (large.memory.phase, small.memory.phase) == ("the MLP's backward pass", "the update")
+    for kind, bytes_a_parameter in (("parameters", 4), ("optimizer", 8)):
+        assert large.memory.by_kind[kind] == small.memory.by_kind[kind] == bytes_a_parameter * large.share.parameters
 
 
 def test_what_a_256k_ring_sends():

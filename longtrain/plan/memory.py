@@ -22,6 +22,8 @@ REMAT = ("none", "attention_saved", "full")
 """What the backward pass may compute again, the least first."""
 
 KINDS = ("parameters", "optimizer", "gradients", "activations")
+"""The parameters and the optimizer's moments, as the state has them; gradients, their sums and the update made of them;
+everything else."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def _always(share: Share) -> list[Term]:
         Term("optimizer", f"{optimizer}'s moments", MOMENTS[optimizer] * parameters),
         Term("gradients", "sums over the micro-batches, float32", sums),
         Term(
-            "parameters",
+            "activations",
             "copies of out_NHD and down_FD, ordered for gathering",
             reordered // share.parameter_shards * share.parameter_bytes if share.parameter_shards > 1 else 0,
         ),
@@ -173,5 +175,5 @@ def _update(share: Share) -> list[Term]:
     gradients = 0 if share.micro_batches > 1 else share.parameters * share.parameter_bytes
     return [
         Term("gradients", "gradients", gradients),
-        Term("optimizer", "an update for every parameter", share.parameters * share.parameter_bytes),
+        Term("gradients", "an update for every parameter", share.parameters * share.parameter_bytes),
     ]
