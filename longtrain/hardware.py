@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 TERA = 1e12
 GIGA = 1e9
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class Device:
 # (ConnectX-6) beside A100, 400 Gbit/s (ConnectX-7) beside Hopper and Blackwell. The NVLink domain is the eight GPUs
 # of a DGX or HGX node, 72 of a GB200 NVL72 rack. A TPU "device" is a chip.
 #
+# The memory of the NVIDIA kinds is what CUDA reports as the device's total, which is neither the sheet's GB nor its GiB
+# (80 GB: 79.1 GiB): `device_memory_size` of OpenXLA's target configurations (xla/backends/gpu/target_config/specs); of
+# H200, whose entry there is a round 141 GiB, the 143156 MiB that CUDA programs print on it (139.8 GiB).
+#
 # The host figure is PCIe x16 one way, of generation 4 beside A100 and 5 beside Hopper and B200; of GB200 its part of
 # NVLink-C2C, 900 GB/s both ways together between a Grace and its two GPUs; of TPUs PCIe by "How to Scale Your Model"
 # (Google DeepMind, part 2): 1.5e10 bytes/s a chip, 32 GB/s on v6e.
@@ -67,7 +71,7 @@ A100_40GB = Device(
     domain=8,
     links=1,
     peak_flops={"bfloat16": 312 * TERA, "tf32": 156 * TERA, "float32": 19.5 * TERA},
-    memory_bytes=40 * GIB,
+    memory_bytes=42331013120,
     memory_bandwidth=1555 * GIGA,
     link_bandwidth=300 * GIGA,
     network_bandwidth=25 * GIGA,
@@ -80,7 +84,7 @@ A100_80GB = Device(
     domain=8,
     links=1,
     peak_flops={"bfloat16": 312 * TERA, "tf32": 156 * TERA, "float32": 19.5 * TERA},
-    memory_bytes=80 * GIB,
+    memory_bytes=85100068864,
     memory_bandwidth=2039 * GIGA,
     link_bandwidth=300 * GIGA,
     network_bandwidth=25 * GIGA,
@@ -95,7 +99,7 @@ H100 = Device(
     domain=8,
     links=1,
     peak_flops={"bfloat16": 989.5 * TERA, "tf32": 494.5 * TERA, "float32": 67 * TERA, "float8": 1979 * TERA},
-    memory_bytes=80 * GIB,
+    memory_bytes=84942979072,
     memory_bandwidth=3350 * GIGA,
     link_bandwidth=450 * GIGA,
     network_bandwidth=50 * GIGA,
@@ -108,7 +112,7 @@ H200 = Device(
     domain=8,
     links=1,
     peak_flops={"bfloat16": 989.5 * TERA, "tf32": 494.5 * TERA, "float32": 67 * TERA, "float8": 1979 * TERA},
-    memory_bytes=int(141 * GIGA),
+    memory_bytes=143156 * MIB,
     memory_bandwidth=4800 * GIGA,
     link_bandwidth=450 * GIGA,
     network_bandwidth=50 * GIGA,
@@ -122,7 +126,7 @@ B200 = Device(
     domain=8,
     links=1,
     peak_flops={"bfloat16": 2250 * TERA, "tf32": 1100 * TERA, "float32": 75 * TERA, "float8": 4500 * TERA},
-    memory_bytes=int(180 * GIGA),
+    memory_bytes=191514411008,
     memory_bandwidth=7700 * GIGA,
     link_bandwidth=900 * GIGA,
     network_bandwidth=50 * GIGA,
@@ -137,7 +141,7 @@ GB200 = Device(
     domain=72,
     links=1,
     peak_flops={"bfloat16": 2500 * TERA, "tf32": 1250 * TERA, "float32": 80 * TERA, "float8": 5000 * TERA},
-    memory_bytes=int(186 * GIGA),
+    memory_bytes=197897748480,
     memory_bandwidth=8000 * GIGA,
     link_bandwidth=900 * GIGA,
     network_bandwidth=50 * GIGA,

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from longtrain import hardware
 from runs import CHECKOUT, TREE, Workspace, finish
 
 COMMANDS = ("train", "plan", "eval", "generate", "data prepare", "data inspect", "config")
@@ -99,7 +100,7 @@ def test_a_plan(workspace: Workspace, no_jax: dict[str, str]):
     assert found["fits"] is True and found["compiled"] is None
     assert found["memory_bytes"].keys() == kinds | {"total"}
     assert found["memory_bytes"]["total"] == sum(found["memory_bytes"][kind] for kind in kinds)
-    assert found["device_memory_bytes"] == 80 * 2**30
+    assert found["device_memory_bytes"] == hardware.DEVICES["H100"].memory_bytes
     numbers = ("parameters", "flops_per_step", "step_seconds", "tokens_per_second_per_device", "mfu_causal")
     assert all(found[number] > 0 for number in numbers)
 
@@ -114,8 +115,8 @@ def test_a_plan_that_does_not_fit(workspace: Workspace, no_jax: dict[str, str]):
 
 
 def test_a_plan_needs_hardware(workspace: Workspace, no_jax: dict[str, str]):
-    for hardware in ((), ("--hardware", "H1000")):
-        text = workspace.run("plan", "config.yaml", *hardware, environment=no_jax, code=2)
+    for kind in ((), ("--hardware", "H1000")):
+        text = workspace.run("plan", "config.yaml", *kind, environment=no_jax, code=2)
         assert "--hardware = " in text and "GB200" in text
 
 
