@@ -14,7 +14,7 @@ from longtrain.errors import ConfigError
 from longtrain.ops import kernels
 from longtrain.ops.kernels import cudnn_internals
 from longtrain.ops.kernels.workload import Workload
-from longtrain.plan import alternatives, assumptions
+from longtrain.plan import alternatives, assumptions, report
 from longtrain.plan import kernels as plan_kernels
 from longtrain.plan.estimate import Plan, plan, replanned
 from longtrain.plan.links import link
@@ -387,6 +387,64 @@ def test_the_longest_row_fits_and_the_next_does_not():
     assert length > 65536 and longest.plan.document_tokens == length
     assert not plan(shipped("llama3_8b_64k", f"sequence_length={length + 4 * 1024}"), "H100").fits
     assert alternatives.longest_row(plan(shipped("llama3_8b", "mesh.fsdp=1"), "v5e")) is None
+
+
+@pytest.mark.parametrize(("chunk", "a_device"), [(None, 1024), (1024, 1024), (512, 1024), (2560, 5120), (1500, 384000)])
+def test_the_longest_row_is_of_whole_chunks(chunk: int | None, a_device: int):
+    planned = plan(shipped("llama3_8b_64k", "sequence_length=6144000", f"memory.mlp_chunk={chunk or 'null'}"), "GB200")
+    assert alternatives.row_step(planned) == 4 * a_device
+    longest = alternatives.longest_row(planned)
+    if chunk == 1500:  # two million tokens a row are too long
+        assert longest is None
+    else:
+        assert longest is not None and longest.plan.config.sequence_length % (4 * a_device) == 0
+
+
+def test_no_change_is_told_twice():
+    """Of one key alone the strongest is what all together are."""
+    chunks = ("memory.mlp_chunk=2048", "memory.loss_chunk=256", "mesh.simulate_devices=auto")
+    planned = plan(shipped("llama3_8b_64k", "batch.accumulation=8", "memory.remat=none", *chunks), "A100-40GB")
+    changes = [str(change) for change in alternatives.savings(planned)]
+    assert changes[:2] == ["memory.remat=attention_saved", "memory.remat=full"]
+    assert len(set(changes)) == len(changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way", "heading"),
+    [
+        ((), "ring", "attention ring"),
+        (("attention.two_way=true",), "ring", "attention ring, two ways"),
+        (("attention.ulysses_degree=2",), "ring over ulysses groups of 2", "attention ring over ulysses groups of 2"),
+        (("attention.ulysses_degree=4",), "ulysses", "attention ring over ulysses groups of 4"),
+        (("attention.strategy=ulysses",), "ulysses", "attention ulysses"),
+        (("attention.strategy=all_gather",), "all_gather", "attention all_gather"),
+        (("memory.offload=attention",), "ring", "remat attention_saved, offload attention"),
+    ],
+)
+def test_the_way_that_is_taken_is_told(
+    capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], way: str, heading: str
+):
+    report.show(plan(shipped("llama3_8b_64k", *overrides), "H100"))
+    lines = capsys.readouterr().out.splitlines()
+    (marked,) = [line for line in lines if "▶" in line]
+    assert marked.split("▶")[1].strip().split("  ")[0] == way
+    assert any(f"{heading}," in line or line.endswith(heading) for line in lines[:5])
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (0, "0"),
+        (1628.195, "1,630"),
+        (999.6, "1,000"),
+        (99.96, "100.0"),
+        (8.815, "8.81"),
+        (0.5834, "0.583"),
+        (0.0004, "0.000"),
+    ],
+)
+def test_seconds_have_three_digits(value: float, told: str):
+    assert report.significant(value) == told
 
 
 @pytest.mark.parametrize("asked", kernels.KERNELS)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import lcm
 
 from longtrain.errors import ConfigError
 from longtrain.plan import traffic
@@ -37,8 +38,8 @@ class Change:
 def savings(plan: Plan) -> list[Change]:
     """What would need less memory: single keys on the same devices, all of these together, twice the devices."""
     singles = _changed(plan, _saving_keys(plan))
-    together = {key: value for change in singles for key, value in change.changes.items()}
-    all_of_them = _changed(plan, [together]) if len(singles) > 1 else []
+    together: Changes = {key: value for change in singles for key, value in change.changes.items()}
+    all_of_them = _changed(plan, [together]) if together not in [change.changes for change in singles] else []
     doubled = [{f"mesh.{axis}": 2 * plan.share.mesh.axes[axis]} for axis in ("context", "fsdp", "tensor")]
     return singles + all_of_them + _changed(plan, doubled, devices=2 * plan.share.devices)
 
@@ -156,15 +157,20 @@ def _fastest(plan: Plan, mesh: dict[str, int]) -> Change | None:
     return fastest
 
 
+def row_step(plan: Plan) -> int:
+    """Tokens in whose multiples the search for the longest row goes: whole chunks, and 1,024 tokens, a device."""
+    return plan.share.mesh.context * lcm(1024, plan.config.memory.mlp_chunk or 1)
+
+
 def longest_row(plan: Plan) -> Change | None:
-    """The longest row that fits with everything else as it is, in steps of 1,024 tokens a device; None if none does."""
-    step = plan.share.mesh.context * max(1024, plan.config.memory.mlp_chunk or 0)
+    """The longest row that fits with everything else as it is, in multiples of `row_step`; None if none does."""
+    step = row_step(plan)
 
     def of(steps: int) -> Change:
         return Change({"sequence_length": steps * step}, replanned(plan, {"sequence_length": steps * step}))
 
     fits, too_long = 0, 1
-    while too_long * step <= LONGEST_ROW and of(too_long).plan.fits:
+    while (not fits or too_long * step <= LONGEST_ROW) and of(too_long).plan.fits:
         fits, too_long = too_long, 2 * too_long
     while too_long - fits > 1:
         middle = (fits + too_long) // 2

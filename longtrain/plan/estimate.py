@@ -1,5 +1,6 @@
 """The plan of a config: what it takes, whether it fits, how its step's time splits. From formulas alone."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,8 @@ def plan(
         raise _refused("--hardware", None, f"must be given: one of {legal}")
     device = hardware.lookup(kind)
     if device is None:
-        raise _refused("--hardware", kind, f"not in the table; legal: {legal}")
+        near = _nearest(kind)
+        raise _refused("--hardware", kind, f"not in the table{near and f'; the nearest: {near}'}; legal: {legal}")
     if devices is None:
         devices = _devices(config)
     mesh = resolve_mesh(config, devices)
@@ -174,6 +176,15 @@ def _with(config: Config, changes: Mapping[str, object]) -> Config:
 def _planned(share: Share, assumed: Assumptions, document_tokens: int) -> Plan:
     timed = timing.estimate(share, assumed, document_tokens)
     return Plan(share, assumed, document_tokens, memory.estimate(share), timed)
+
+
+def _nearest(kind: str) -> str:
+    """The kinds that may have been meant."""
+    by_lower = {name.lower(): name for name in hardware.DEVICES}
+    asked = kind.strip().lower()
+    near = [lower for lower in by_lower if asked and lower.startswith(asked)]
+    near = near or difflib.get_close_matches(asked, by_lower, n=2, cutoff=0.7)
+    return " or ".join(by_lower[lower] for lower in near)
 
 
 def _devices(config: Config) -> int:

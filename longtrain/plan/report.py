@@ -1,6 +1,7 @@
 """The plan as a person reads it: the verdict first, then memory, time, traffic, and what was assumed."""
 
 from dataclasses import dataclass
+from math import floor, log10
 from typing import Literal
 
 from rich import box
@@ -8,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longtrain.plan import links
-from longtrain.plan.alternatives import longest_row, savings, search, strategies
+from longtrain.plan.alternatives import longest_row, row_step, savings, search, strategies
 from longtrain.plan.estimate import Plan
 from longtrain.plan.links import FASTEST_FIRST
 from longtrain.plan.memory import KINDS
@@ -62,7 +63,15 @@ class Units:
         return f"{value / GIB:,.2f}" if self.memory == "GiB" else f"{value / MIB:,.2f}"
 
     def seconds(self, value: float) -> str:
-        return f"{value:,.3f}" if self.time == "s" else f"{1000 * value:,.3f}"
+        return significant(value if self.time == "s" else 1000 * value)
+
+
+def significant(value: float) -> str:
+    """Three digits, as many as a model of time deserves, and at most three decimals."""
+    if value == 0:
+        return "0"
+    decimals = min(2 - floor(log10(value)), 3)
+    return f"{round(value, decimals):,.{max(decimals, 0)}f}"
 
 
 def verdict(plan: Plan) -> str:
@@ -77,17 +86,15 @@ def verdict(plan: Plan) -> str:
 def _heading(plan: Plan) -> list[str]:
     config, share, model = plan.config, plan.share, plan.config.model
     mesh = " x ".join(f"{axis} {size}" for axis, size in share.mesh.axes.items() if size > 1) or "one device"
-    whole_rows = plan.document_tokens == config.sequence_length
-    filled = "one document each" if whole_rows else f"documents of {plan.document_tokens:,}"
-    rows = f"{config.batch.sequences} rows of {config.sequence_length:,} tokens a step ({filled})"
+    rows = f"{config.batch.sequences} rows of {config.sequence_length:,} tokens a step"
     micro = f" in {share.micro_batches} micro-batches" if share.micro_batches > 1 else ""
-    strategy = f"attention {config.attention.strategy}" if share.mesh.context > 1 else "attention whole"
-    attention = f"{strategy}, kernel {share.kernel}, remat {config.memory.remat}"
+    offload = "" if config.memory.offload == "none" else f", offload {config.memory.offload}"
+    attention = f"{_attention(plan)}, kernel {share.kernel}, remat {config.memory.remat}{offload}"
     units, sentence = Units.of(plan), verdict(plan)
     rate = f"{plan.tokens_per_second_per_device:,.0f} tokens/s a device"
     mfu = "" if plan.mfu_causal is None else f", MFU (causal) {plan.mfu_causal:.1%}"
     lines = [
-        f"{model.preset or 'The model'}, {_count(plan.parameters)} parameters; {rows}{micro}",
+        f"{model.preset or 'The model'}, {_count(plan.parameters)} parameters; {rows}{micro}, {_documents(plan)}",
         f"{share.devices} x {plan.device.name}: {mesh}; {attention}",
         f"[bold {'green' if plan.fits else 'red'}]{sentence[0].upper()}{sentence[1:]}[/]",
         f"[bold]Step of {units.seconds(plan.timing.step)} {units.time}: {rate}{mfu}[/]",
@@ -96,6 +103,24 @@ def _heading(plan: Plan) -> list[str]:
         allow = f"{1 - plan.assumed['memory_reserve']:.2f}"
         lines.append(f"Set XLA_PYTHON_CLIENT_MEM_FRACTION={allow}: JAX takes {JAX_TAKES:.0%} of the memory by default")
     return lines
+
+
+def _documents(plan: Plan) -> str:
+    """What fills the rows."""
+    if plan.document_tokens < plan.config.sequence_length:
+        return f"of documents of {plan.document_tokens:,}"
+    if plan.config.data.packing == "one":
+        return "one document each"
+    return "as if each were one document (--document-tokens N for packed ones)"
+
+
+def _attention(plan: Plan) -> str:
+    """How it attends over context."""
+    keys, share = plan.config.attention, plan.share
+    if share.mesh.context == 1:
+        return "attention whole"
+    groups = f" over ulysses groups of {keys.ulysses_degree}" if keys.ulysses_degree > 1 else ""
+    return f"attention {keys.strategy}{groups}{', two ways' if keys.two_way else ''}"
 
 
 def _memory(plan: Plan) -> Table:
@@ -163,7 +188,7 @@ def _strategies(plan: Plan) -> Table | None:
         if choice.plan is None:
             refused.append(f"{choice}: {choice.refusal}")
             continue
-        taken = choice.plan.config.attention == plan.config.attention
+        taken = _way(choice.plan) == _way(plan)
         moved, exposed = sum(t.seconds for t in choice.transfers), sum(t.exposed for t in choice.transfers)
         table.add_row(
             "▶" if taken else "",
@@ -178,6 +203,11 @@ def _strategies(plan: Plan) -> Table | None:
     if refused:
         table.caption, table.caption_justify = "\n".join(refused), "left"
     return table
+
+
+def _way(plan: Plan) -> tuple[int, int]:
+    """What tells ways of attending over context apart: a ring over groups of all shards is ulysses."""
+    return plan.share.ring, plan.share.ulysses_degree
 
 
 def _savings(plan: Plan) -> Table | None:
@@ -218,7 +248,7 @@ def show_longest_row(plan: Plan) -> None:
     """Prints the longest row that fits."""
     longest = longest_row(plan)
     if longest is None:
-        console().print("No row fits, however short: see what needs less memory")
+        console().print(f"No row of {row_step(plan):,} tokens or more fits: see what needs less memory")
         return
     units = Units.of(longest.plan)
     need, step = units.bytes(longest.plan.memory.total), units.seconds(longest.plan.timing.step)
