@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import __version__
-from longtrain.errors import LongtrainError, Preempted
+from longtrain.errors import ConfigError, LongtrainError, Preempted, Problem
+from longtrain.hardware import DEVICES
 
 if TYPE_CHECKING:
     from longtrain.config import Config
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _config_command(commands, "train", _train, "train; the same command again resumes")
     planned = _config_command(commands, "plan", _plan, "say whether it fits and how long a step takes")
-    planned.add_argument("--hardware", metavar="KIND", help="kind of device, e.g. H100, GB200, v5p")
+    planned.add_argument("--hardware", metavar="KIND", help=f"required: the kind of device, {', '.join(DEVICES)}")
     planned.add_argument("--devices", type=_positive, metavar="N", help="how many (default: the mesh's product)")
     planned.add_argument(
         "--document-tokens", type=_positive, metavar="N", help="length of the documents in a row (default: the row's)"
@@ -153,31 +154,39 @@ def _json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _new_file(text: str) -> Path:
+    """A path that can be written to: tried before any work, whose result would be lost."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that exists")
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text} is no file in a folder that exists")
+        is_new = not path.exists()
+        if is_new or path.is_file():  # else a pipe or a device, which opening would change
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+        if is_new:
+            path.unlink(missing_ok=True)  # other processes of a run try the same
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror or error}") from None
     return path
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+def _number(kind: type[int] | type[float], legal: str, holds: Callable[[float], bool]) -> Callable[[str], Any]:
+    """What an option takes: numbers of a kind for which something holds."""
+
+    def read(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {legal}")
+        return value
+
+    return read
 
 
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 0")
-    return value
-
-
-def _probability(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0 and at most 1")
-    return value
+_positive = _number(int, "a whole number of at least 1", lambda value: value >= 1)
+_not_negative = _number(float, "a number of at least 0", lambda value: 0 <= value < float("inf"))
+_probability = _number(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def _started(arguments: argparse.Namespace) -> "Config":
@@ -205,8 +214,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from longtrain.errors import CheckFailed
     from longtrain.plan import estimate, report
 
-    if not arguments.compile:
-        _refuse_without_compile(arguments)
+    _refuse_options_that_say_nothing(arguments)
     plan = estimate.plan(
         load(arguments.config, arguments.overrides),
         arguments.hardware,
@@ -214,6 +222,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         document_tokens=arguments.document_tokens,
         assumptions_file=arguments.assumptions,
     )
+    if (asked := arguments.document_tokens or 0) > plan.document_tokens:
+        message = f"--document-tokens {asked:,} is more than a row: planned with {plan.document_tokens:,}"
+        print(message, file=sys.stderr, flush=True)
     report.show(plan)
     if arguments.search:
         report.show_search(plan)
@@ -228,8 +239,11 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     found = audit.audit(plan, arguments.compiler, say=lambda message: print(message, file=sys.stderr, flush=True))
     report_compiled.show(found)
-    if arguments.timeline is not None and (picture := found.timeline()) is not None:
-        arguments.timeline.write_text(picture, encoding="utf-8")
+    if arguments.timeline is not None:
+        if (picture := found.timeline()) is not None:
+            _write("--timeline", arguments.timeline, picture)
+        else:
+            print(f"--timeline {arguments.timeline}: not drawn, there is no compiled program", file=sys.stderr)
     # The compiler's word on what fits stands above the formulas'.
     _write_json(arguments.json, plan.to_json() | {"fits": found.fits, "compiled": found.to_json()})
     if not found.fits:
@@ -239,21 +253,17 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise CheckFailed(f"--strict: the lint found {len(found.findings)}: {rules}")
 
 
-def _refuse_without_compile(arguments: argparse.Namespace) -> None:
-    from longtrain.errors import ConfigError, Problem
-
-    given = {
-        "--strict": arguments.strict,
-        "--compiler cpu": arguments.compiler == "cpu",
-        f"--timeline {arguments.timeline}": arguments.timeline is not None,
-    }
-    problems = [
-        Problem(option, "without --compile", "says nothing of a plan from formulas")
-        for option, is_given in given.items()
-        if is_given
-    ]
-    if problems:
-        raise ConfigError(problems, "the plan")
+def _refuse_options_that_say_nothing(arguments: argparse.Namespace) -> None:
+    by_cpu, timeline = arguments.compiler == "cpu", f"--timeline {arguments.timeline}"
+    given = {"--strict": arguments.strict, "--compiler cpu": by_cpu, timeline: arguments.timeline is not None}
+    if not arguments.compile:
+        ignored, why = [option for option, is_given in given.items() if is_given], "without --compile"
+        message = "says nothing of a plan from formulas"
+    else:
+        ignored, why = [timeline] if by_cpu and given[timeline] else [], "with --compiler cpu"
+        message = "has nothing to draw: the CPU's compiler says nothing of another device's time"
+    if ignored:
+        raise ConfigError([Problem(option, why, message) for option in ignored], "the plan")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -313,4 +323,12 @@ def _config_show(arguments: argparse.Namespace) -> None:
 
 def _write_json(path: Path | None, value: object) -> None:
     if path is not None:
-        path.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        _write("--json", path, json.dumps(value) + "\n")
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        message = f"cannot be written: {error.strerror or error}"
+        raise ConfigError([Problem(option, str(path), message)], "the command line") from None

@@ -115,9 +115,51 @@ def test_a_plan_that_does_not_fit(workspace: Workspace, no_jax: dict[str, str]):
 
 
 def test_a_plan_needs_hardware(workspace: Workspace, no_jax: dict[str, str]):
-    for kind in ((), ("--hardware", "H1000")):
+    for kind, nearest in (
+        ((), ""),
+        (("--hardware", "H1000"), "the nearest: H100;"),
+        (("--hardware", "a100"), "the nearest: A100-40GB or A100-80GB;"),
+    ):
         text = workspace.run("plan", "config.yaml", *kind, environment=no_jax, code=2)
-        assert "--hardware = " in text and "GB200" in text
+        assert "--hardware = " in text and nearest in text and "GB200" in text
+    text = " ".join(workspace.run("plan", "--help", environment=no_jax).split())
+    assert f"required: the kind of device, {', '.join(hardware.DEVICES)}" in text
+
+
+def test_a_plan_says_what_fills_its_rows(workspace: Workspace, no_jax: dict[str, str]):
+    for options, says in (
+        ((), "as if each were one document (--document-tokens N for packed ones)"),
+        (("data.packing=one",), "one document each"),
+        (("--document-tokens=16",), "of documents of 16"),
+        (("--document-tokens=1000",), "--document-tokens 1,000 is more than a row: planned with 64"),
+    ):
+        text = workspace.run("plan", "config.yaml", "--hardware=H100", *options, environment=no_jax)
+        assert says in " ".join(text.split())
+
+
+@pytest.mark.parametrize("option", ["--json", "--timeline"])
+def test_what_cannot_be_written_is_refused_before_any_work(
+    workspace: Workspace, no_jax: dict[str, str], option: str
+):
+    (workspace.folder / "kept").write_text("kept")
+    for path in ("/proc/x.json", "no/such/x.json", "corpus", "x" * 300):
+        text = workspace.run("plan", "config.yaml", option, path, environment=no_jax, code=2)
+        assert f"argument {option}: {path}" in text and "Traceback" not in text
+    # Trying neither changes a file nor leaves one.
+    for path in ("kept", "new"):
+        workspace.run("plan", "config.yaml", option, path, environment=no_jax, code=2)
+    assert (workspace.folder / "kept").read_text() == "kept" and not (workspace.folder / "new").exists()
+
+
+def test_a_result_that_finds_no_room(workspace: Workspace, no_jax: dict[str, str]):
+    text = workspace.run("plan", "config.yaml", "--hardware=H100", "--json=/dev/full", environment=no_jax, code=2)
+    assert "--json = '/dev/full': cannot be written: No space left" in text
+
+
+def test_the_cpus_compiler_draws_no_timeline(workspace: Workspace, no_jax: dict[str, str]):
+    options = ("--compile", "--compiler=cpu", "--timeline=x.svg")
+    text = workspace.run("plan", "config.yaml", "--hardware=H100", *options, environment=no_jax, code=2)
+    assert "--timeline x.svg = 'with --compiler cpu': has nothing to draw" in text
 
 
 def test_overrides_stand_anywhere(workspace: Workspace, no_jax: dict[str, str]):
@@ -137,6 +179,7 @@ def test_overrides_stand_anywhere(workspace: Workspace, no_jax: dict[str, str]):
         ("eval", "config.yaml", "--step", "0"),
         ("eval", "config.yaml", "--json", "no/such/folder/x.json"),
         ("plan", "config.yaml", "--devices", "0"),
+        ("plan", "config.yaml", "--devices", "x"),
         ("generate", "config.yaml"),
         ("generate", "config.yaml", "--prompt", "x", "--top-p", "0"),
         ("config",),
@@ -145,7 +188,7 @@ def test_overrides_stand_anywhere(workspace: Workspace, no_jax: dict[str, str]):
 )
 def test_usage(workspace: Workspace, no_jax: dict[str, str], arguments: tuple[str, ...]):
     text = workspace.run(*arguments, environment=no_jax, code=2)
-    assert "usage:" in text and "Traceback" not in text
+    assert "usage:" in text and "Traceback" not in text and "_" not in text.splitlines()[-1]
 
 
 def test_a_reader_that_goes_away(workspace: Workspace, no_jax: dict[str, str]):
