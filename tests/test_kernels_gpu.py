@@ -22,7 +22,7 @@ from longtrain.plan import targets
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.ahead_of_time,
-    pytest.mark.skipif(not importlib.util.find_spec("jax_plugins.xla_cuda13"), reason="needs the extra `plan`"),
+    pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs the extra `plan`"),
 ]
 
 N, K, SHARDS = 32, 8, 8
