@@ -58,6 +58,7 @@ def test_two_processes_are_one_run(workspace: Workspace, alone: list[dict]):
     assert_same_run(workspace.lines("two"), alone)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_stops_all_at_the_same_step(workspace: Workspace, alone: list[dict]):
     command = ("train", "config.yaml", "run.name=told", *MESH, "run.steps=400", "checkpoint.every_steps=1000")
     processes = start(workspace, 2, *command)

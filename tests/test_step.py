@@ -54,7 +54,7 @@ def assert_unmoved(before: list[np.ndarray], after: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(new, old)
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_accumulation_is_exact_for_parts_of_unequal_weight(accumulation):
     weights = steps.standard_batch()["weights"].sum(1)
     parts = [weights[part::accumulation].sum() for part in range(accumulation)]
