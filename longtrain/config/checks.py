@@ -274,6 +274,10 @@ def _two_way(values: Values) -> Iterator[Problem]:
         yield Problem("attention.two_way", True, f"must be false: strategy {values['attention.strategy']} has no ring")
         return
     degree = values["attention.ulysses_degree"]
+    if degree == values["mesh.context"] > 1:
+        message = f"must be false: attention.ulysses_degree = {degree} = mesh.context leaves no ring"
+        yield Problem("attention.two_way", True, message)
+        return
     local_kv_heads, told = _local_kv_heads(values)
     if values["mesh.context"] > 1 and local_kv_heads % degree == 0 and local_kv_heads // degree % 2:
         message = (
