@@ -73,6 +73,33 @@ def matmul(dtype: jnp.dtype) -> Callable[[], object]:
     return lambda: product(x, x)
 
 
+def tile_products(length: int, dtype: jnp.dtype) -> Callable[[], object]:
+    """The matrix products alone of a causal row's tiles, forward and backward: what no kernel of such tiles passes."""
+    tile = layout.tile("dealt", length, 1)
+    visits = (count := length // tile) * (count + 1) // 2
+    q_KRH, k_KSH = jnp.ones((K, N // K * tile, H), dtype), jnp.ones((K, tile, H), dtype)
+    k_KHS, weights_KRS, weights_KSR = (
+        jnp.ones((K, *sizes), dtype) for sizes in ((H, tile), (N // K * tile, tile), (tile, N // K * tile))
+    )
+    forward = (("krh,ksh->krs", q_KRH, k_KSH), ("krs,ksh->krh", weights_KRS, k_KSH))
+    backward = (
+        *[("ksh,krh->ksr", k_KSH, q_KRH), ("ksr,krh->ksh", weights_KSR, q_KRH)] * 2,
+        ("khs,ksr->khr", k_KHS, weights_KSR),
+    )
+
+    def visit(_, sums):
+        # Each product waits for the visit before it and is kept: none can be left out or shared.
+        new = []
+        for total, (expression, x, y) in zip(sums, (*forward, *backward), strict=True):
+            x, _ = jax.lax.optimization_barrier((x, total))
+            new.append(total + jnp.einsum(expression, x, y, preferred_element_type=jnp.float32))
+        return new
+
+    start = [jnp.zeros(jnp.einsum(*product).shape) for product in (*forward, *backward)]
+    run = jax.jit(lambda sums: jax.lax.fori_loop(0, visits, visit, sums))
+    return lambda: run(start)
+
+
 class Case:
     """Forward and backward of attention over one row, compiled ahead of time."""
 
@@ -148,10 +175,13 @@ def bench_one_device(length: int, with_dense: bool) -> None:
     calls = {"non-causal": Case(length, causal=False)} | ({"dense": Case(length, op=dense)} if with_dense else {})
     for dtype in (jnp.float32, jnp.bfloat16):
         calls |= {dtype.__name__: Case(length, dtype=dtype), f"{dtype.__name__} matmul": matmul(dtype)}
+        calls[f"{dtype.__name__} products"] = tile_products(length, dtype)
     seconds = cpu_seconds(calls)
     for dtype, limit in (("float32", 0.75), ("bfloat16", 0.55)):
         rate, peak = 7 * N * H * length**2 / seconds[dtype], 2 * 2048**3 / seconds[f"{dtype} matmul"]
         report(f"{size} {dtype}: causal FLOP rate / 2048 matmul rate", rate / peak, limit, at_least=True)
+        products = rate * seconds[dtype] / seconds[f"{dtype} products"]
+        report(f"{size} {dtype}: the same of the tiles' matrix products alone", products / peak)
     report(f"{size}: causal / non-causal", seconds["float32"] / seconds["non-causal"], 0.56)
     if with_dense:
         limit = 4.5 if length <= 4096 else 7
