@@ -196,6 +196,7 @@ def test_weights_under_another_model(workspace: Workspace, resumed: list[str]):
     assert "changed since" not in as_trained and "data plan" not in as_trained
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_the_checkpoints(workspace: Workspace):
     """One more file, and the tokenizer trained on the sources is another: its ids mean nothing to the weights."""
     shutil.copytree(workspace.folder / "corpus", workspace.folder / "growing")

@@ -62,6 +62,7 @@ def test_the_runs_cross_an_epoch(workspace: Workspace, straight: list[dict[str, 
     assert len({line["batch_hash"] for line in straight}) == STEPS
 
 
+@pytest.mark.slow
 def test_three_processes(workspace: Workspace, straight: list[dict[str, Any]]):
     for steps in (2, 4, 6):
         workspace.train("thirds", *SETTINGS, f"run.steps={steps}")
