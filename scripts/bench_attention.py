@@ -21,6 +21,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import jax
 import jax.numpy as jnp
+import layout_balance
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -275,14 +276,9 @@ def bench_skipping(length: int, shards: int) -> None:
     report(f"{length // 1024}K: ring of {shards}, every tile computed / ours", ratio, 1.8, at_least=True)
 
 
-def documents(lengths: np.ndarray, total: int) -> np.ndarray:
-    """Segments of a row filled with documents of these lengths, the last one cut."""
-    return np.repeat(np.arange(1, len(lengths) + 1), lengths)[:total].astype(np.int32)
-
-
 def bench_packed(length: int) -> None:
     rng = np.random.default_rng(0)
-    segments = documents(rng.exponential(4096, length).astype(int) + 1, length)
+    segments = layout_balance.segments(rng.exponential(4096, length).astype(int) + 1, length)
     seconds = cpu_seconds({"one": Case(length), "packed": Case(length, segments=segments)})
     sizes = np.unique(segments, return_counts=True)[1].astype(float)
     pairs = (sizes * (sizes + 1)).sum() / (length * (length + 1))
@@ -291,23 +287,10 @@ def bench_packed(length: int) -> None:
 
 
 def bench_balance(length: int, shards: int) -> None:
-    """Lock-step imbalance: tiles of each step's busiest shard, over the pairs a shard attends at best."""
-    mixes: dict[str, tuple[Callable[[np.random.Generator], np.ndarray], float]] = {
-        "one document": (lambda rng: np.array([length]), 1.02),
-        "exponential of mean 8K": (lambda rng: rng.exponential(8192, length).astype(int) + 1, 1.12),
-        "log-normal, heavy tail": (lambda rng: rng.lognormal(7, 2, length).astype(int) + 1, 1.2),
-    }
-    for name in layout.LAYOUTS:
-        for mix, (draw, limit) in mixes.items():
-            ratios = []
-            for seed in range(4):
-                segments = documents(draw(np.random.default_rng(seed)), length)
-                sizes = np.unique(segments, return_counts=True)[1].astype(float)
-                tiles_waited_for = layout.work(name, segments, shards).max(axis=1).sum()
-                pairs = (sizes * (sizes + 1)).sum() / 2
-                ratios.append(tiles_waited_for * layout.tile(name, length, shards) ** 2 / (pairs / shards))
-            bar = f"{length // 1024}K over {shards}: lock-step imbalance, {mix}, {name}"
-            report(bar, float(np.mean(ratios)), limit if name == "dealt" else None)
+    limits = {"one document": 1.02, "exponential of mean 8K": 1.12, "log-normal, heavy tail": 1.2}
+    for mix, limit in limits.items():
+        ratio = layout_balance.imbalance("dealt", mix, length, shards)
+        report(f"{length // 1024}K over {shards}: lock-step imbalance, {mix}, dealt", ratio, limit)
 
 
 def bench_remat(length: int, shards: int) -> None:

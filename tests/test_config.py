@@ -409,6 +409,11 @@ def test_a_bad_value_is_refused_by_key_with_what_is_legal(override: str, key: st
             "must be false: attention.ulysses_degree = 2 = mesh.context leaves no ring",
         ),
         (
+            ["attention.unroll=true", "mesh.context=2", "attention.ulysses_degree=2"],
+            "attention.unroll",
+            "must be false: attention.ulysses_degree = 2 = mesh.context leaves no ring",
+        ),
+        (
             ["attention.two_way=true", "mesh.context=4", "attention.ulysses_degree=2"],
             "attention.two_way",
             "over attention.ulysses_degree = 2 are not an even number",

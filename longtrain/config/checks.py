@@ -287,10 +287,16 @@ def _two_way(values: Values) -> Iterator[Problem]:
         yield Problem("attention.two_way", True, message)
 
 
-@_needs("attention.strategy", "attention.unroll")
+@_needs("attention.strategy", "attention.unroll", "attention.ulysses_degree", "mesh.context")
 def _unroll(values: Values) -> Iterator[Problem]:
-    if values["attention.unroll"] and values["attention.strategy"] == "ulysses":
+    degree = values["attention.ulysses_degree"]
+    if not values["attention.unroll"]:
+        return
+    if values["attention.strategy"] == "ulysses":
         message = "must be false: strategy ulysses has no steps; legal with attention.strategy ring or all_gather"
+        yield Problem("attention.unroll", True, message)
+    elif degree == values["mesh.context"] > 1:
+        message = f"must be false: attention.ulysses_degree = {degree} = mesh.context leaves no ring"
         yield Problem("attention.unroll", True, message)
 
 

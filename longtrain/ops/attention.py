@@ -270,6 +270,10 @@ def _check(
         raise ValueError(
             f"ulysses_degree = {ulysses_degree} must divide context = {context} and {held}: legal are {legal}"
         )
+    if ulysses_degree == context > 1 and (two_way or unroll):
+        raise ValueError(
+            f"two_way = {two_way} and unroll = {unroll}: ulysses_degree = {ulysses_degree} = context leaves no ring"
+        )
     if two_way and context > 1 and local_kv_heads // ulysses_degree % 2:
         raise ValueError(
             f"two_way sends half of the key/value heads each way: {held} over ulysses_degree = {ulysses_degree} "
