@@ -3,9 +3,9 @@
 The one assembly that training, evaluation, generation and the checks call, so that none of them can differ.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from longtrain.state import State
 from longtrain.step import make_eval_step, make_train_step
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Build:
     """What a config resolves to on a set of devices. `choices` says in words what each `auto` became, and why."""
 
@@ -73,6 +73,11 @@ class Build:
         how = self.how
         message = self.kv_numbers // (2 if how.two_way else 1)
         selftest.check_permutes(self.mesh, ulysses_degree=how.ulysses_degree, two_way=how.two_way, message=message)
+
+    def with_optimizer(self, update: optax.GradientTransformation, schedule: optax.Schedule) -> "Build":
+        """The build with another optimizer, and the state that it keeps."""
+        born = _abstract_state(self.config, update, self.mesh)
+        return dataclasses.replace(self, optimizer=update, schedule=schedule, state=born)
 
     def lowered_train_step(self) -> jax.stages.Lowered:
         """The train step of (state, batch, stop votes), traced but not yet compiled; the state is donated."""
@@ -152,9 +157,6 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
     )
     graph, _ = model.abstract(config.model)
     update = optimizer.make(config.optimizer)
-    shapes = jax.eval_shape(functools.partial(state.initial, config, update), 0)
-    cuts = state.shardings(shapes, update, mesh)
-    born = jax.tree.map(lambda leaf, cut: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cut), shapes, cuts)
     return Build(
         config=config,
         mesh=mesh,
@@ -163,5 +165,11 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Build:
         graph=graph,
         optimizer=update,
         schedule=optimizer.schedule(config.optimizer, config.run.steps),
-        state=born,
+        state=_abstract_state(config, update, mesh),
     )
+
+
+def _abstract_state(config: Config, update: optax.GradientTransformation, mesh: Mesh) -> State:
+    shapes = jax.eval_shape(functools.partial(state.initial, config, update), 0)
+    cuts = state.shardings(shapes, update, mesh)
+    return jax.tree.map(lambda leaf, cut: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cut), shapes, cuts)

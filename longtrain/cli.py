@@ -108,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         "--timeline", type=_new_file, metavar="FILE", help="with --compile: draw a step in time, as SVG"
     )
     _json_option(planned)
+    doctor = _config_command(commands, "doctor", _doctor, "check a shrunk config against plainer runs of it")
+    _json_option(doctor)
     evaluate = _config_command(commands, "eval", _evaluate, "loss of a run's checkpoint on the held-out documents")
     _step_option(evaluate, "evaluate the checkpoint of this step (default: the newest)")
     _json_option(evaluate)
@@ -264,6 +266,20 @@ def _refuse_options_that_say_nothing(arguments: argparse.Namespace) -> None:
         message = "has nothing to draw: the CPU's compiler says nothing of another device's time"
     if ignored:
         raise ConfigError([Problem(option, why, message) for option in ignored], "the plan")
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    config = _started(arguments)
+    from longtrain import doctor
+    from longtrain.parallel import process
+
+    first = process.is_first()
+    checks = doctor.examine(config, say=lambda message: print(message, flush=True) if first else None)
+    if first:
+        _write_json(arguments.json, doctor.to_json(checks))
+    verdict = doctor.verdict(checks)
+    if first:
+        print(verdict)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

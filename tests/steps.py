@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -123,14 +123,6 @@ class Observed:
 SGD_RATE = 0.1
 
 
-def with_optimizer(built: Build, optimizer: optax.GradientTransformation, rate: Callable[[Any], Any]) -> Build:
-    """The build with another optimizer: its abstract state is made again."""
-    shapes = jax.eval_shape(functools.partial(state.initial, built.config, optimizer), 0)
-    cuts = state.shardings(shapes, optimizer, built.mesh)
-    born = jax.tree.map(lambda leaf, cut: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cut), shapes, cuts)
-    return dataclasses.replace(built, optimizer=optimizer, schedule=rate, state=born)
-
-
 @functools.cache
 def observe(*overrides: str) -> Observed:
     """One train step on the standard batch, for tiny.config with these overrides.
@@ -138,7 +130,7 @@ def observe(*overrides: str) -> Observed:
     The optimizer is SGD whose momentum is zero times the past: its state after the step is the gradient itself.
     """
     config = tiny.config(f"batch.sequences={ROWS}", *overrides)
-    built = with_optimizer(build(config, devices(config)), optax.trace(decay=0.0), lambda _: SGD_RATE)
+    built = build(config, devices(config)).with_optimizer(optax.trace(decay=0.0), lambda _: SGD_RATE)
     step = built.lowered_train_step().compile(QUICK)
     before = place_state(built, parameters(config.model))
     after, metrics = step(before, place(built, standard_batch()), no_votes(built))

@@ -65,7 +65,7 @@ def test_accumulation_is_exact_for_parts_of_unequal_weight(accumulation):
 def test_gradients_of_bfloat16_parameters_are_accumulated_in_float32():
     """Eight times the same part is exactly eight times one part: in bfloat16 the third sum would already be rounded."""
     config = tiny.config(*SMALL, "model.param_dtype=bfloat16", "batch.sequences=8", "batch.accumulation=8")
-    eight = steps.with_optimizer(build(config, steps.devices(config)), optax.trace(decay=0.0), lambda _: 0.0)
+    eight = build(config, steps.devices(config)).with_optimizer(optax.trace(decay=0.0), lambda _: 0.0)
     compiled = eight.lowered_train_step().compile(steps.QUICK)
 
     def gradients(given: steps.Batch) -> dict[str, np.ndarray]:
