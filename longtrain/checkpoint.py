@@ -44,7 +44,7 @@ class Checkpoints:
     def __init__(self, run_dir: Path, *, keep: int, verify: bool, say: Say):
         self.folder = run_dir.resolve() / FOLDER
         self._verify, self._say = verify, say
-        _silence_orbax()
+        silence_orbax()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
@@ -183,7 +183,7 @@ def _without_parameters(state: State) -> dict[str, Any]:
     return {"step": state.step, "bad_steps": state.bad_steps, "optimizer": state.optimizer}
 
 
-def _silence_orbax() -> None:
+def silence_orbax() -> None:
     """It tells of every save and restore, and of every error at length before raising it; we say what matters."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
@@ -248,7 +248,7 @@ def restore_parameters(
     Raises:
       CheckpointError: when there is no such checkpoint or it cannot be read.
     """
-    _silence_orbax()
+    silence_orbax()
     folder = folder_of(run_dir)
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         steps = sorted(manager.all_steps())
