@@ -5,10 +5,11 @@ The one assembly that training, evaluation, generation and the checks call, so t
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -58,6 +59,18 @@ class Build:
         }
         row_cut = NamedSharding(self.mesh, P(BATCH_AXES))
         return batch | {"row_stats": jax.ShapeDtypeStruct((sequences, ROW_STATS), jnp.uint32, sharding=row_cut)}
+
+    def place(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A hand-made batch in document order, dealt as the layout says, on the devices; the data pipeline has its own.
+
+        Every process of a cluster gives all rows and places the parts of its own devices.
+        """
+        order_S = self.how.deal.order(self.config.sequence_length)
+        placed: dict[str, jax.Array] = {}
+        for key, leaf in self.batch(len(rows["tokens"])).items():
+            array = rows[key] if key == "row_stats" else rows[key][:, order_S]
+            placed[key] = jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
+        return placed
 
     @property
     def kv_numbers(self) -> int:

@@ -128,6 +128,35 @@ def _parser() -> argparse.ArgumentParser:
     _step_option(inspect, "the step (default: 1)")
     _json_option(inspect)
 
+    kept = commands.add_parser("checkpoints", help="what a run has saved, and whether it is whole")
+    kept.description = "Lists a run's checkpoints; reads, deletes or compares them."
+    kept.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
+    kept.add_argument("--verify", action="store_true", help="read all of it and compare with the digests")
+    kept.add_argument("--delete", metavar="RULE", help="keep=N, keep=N,every=M, or leftovers (what is no checkpoint)")
+    kept.add_argument("--diff", nargs=2, metavar=("A", "B"), help="how far weights are apart; STEP or RUN:STEP")
+    _json_option(kept)
+    kept.set_defaults(run=_checkpoints)
+
+    bench = commands.add_parser("bench", help="time what the cluster can do")
+    bench_commands = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    collectives = bench_commands.add_parser(
+        "collectives",
+        help="time train steps on one backend of collectives against another",
+        description="Times the train step of each CONFIG on each backend, with random tokens in rows of one document. "
+        "On a cluster every process runs the same command. The reference table: configs/benchmarks/*.yaml.",
+    )
+    collectives.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files, and KEY=VALUE overrides for all")
+    collectives.add_argument(
+        "--backends", type=_backends, default=None, metavar="A,B", help="default: nccl,nvshmem,nccl_symmetric"
+    )
+    collectives.add_argument("--warmup", type=_positive, default=3, metavar="N", help="steps that do not count (3)")
+    collectives.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps timed each time (10)")
+    collectives.add_argument("--repeats", type=_positive, default=3, metavar="N", help="times, backends in turn (3)")
+    collectives.add_argument("--dry-run", action="store_true", help="compile for --hardware instead; no device needed")
+    collectives.add_argument("--hardware", metavar="KIND", help=f"with --dry-run: one of {', '.join(DEVICES)}")
+    _json_option(collectives)
+    collectives.set_defaults(run=_bench_collectives, overrides=[])
+
     show = commands.add_parser("config", help="the resolved config as YAML")
     show.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
     show.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="dotted overrides, e.g. mesh.context=4")
@@ -145,6 +174,17 @@ def _config_command(commands: Any, name: str, run: Callable[..., None], help: st
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="dotted overrides, e.g. mesh.context=4")
     parser.set_defaults(run=run)
     return parser
+
+
+def _backends(text: str) -> list[str]:
+    from typing import get_args
+
+    from longtrain.config.schema import Backend
+
+    asked, legal = text.split(","), get_args(Backend)
+    if unknown := [name for name in asked if name not in legal]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: legal are {', '.join(legal)}")
+    return asked
 
 
 def _step_option(parser: argparse.ArgumentParser, help: str) -> None:
@@ -280,6 +320,78 @@ def _doctor(arguments: argparse.Namespace) -> None:
     verdict = doctor.verdict(checks)
     if first:
         print(verdict)
+
+
+def _checkpoints(arguments: argparse.Namespace) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # files are read, no device is used
+    from longtrain import difference, inventory
+    from longtrain.errors import CheckFailed
+
+    if arguments.diff is not None:
+        if arguments.verify or arguments.delete:
+            message = "compares and does nothing else: give --verify and --delete by themselves"
+            raise ConfigError([Problem("--diff", arguments.diff, message)], "the command line")
+        first, second = (difference.named(text, arguments.run_dir) for text in arguments.diff)
+        apart = []
+        for one in difference.differences(first, second):
+            apart.append(one)
+            print(one, flush=True)
+        _write_json(arguments.json, [one.to_json() for one in apart])
+        return
+    rule = inventory.Rule.parse(arguments.delete) if arguments.delete is not None else None
+    found = inventory.entries(arguments.run_dir)
+    failed: list[str] = []
+    told: list[dict[str, Any]] = []
+    for entry in found:
+        print(entry, flush=True)
+        told.append(entry.to_json())
+        if arguments.verify and entry.is_complete:
+            whole, said = inventory.verify(entry)
+            print(f"          {'ok' if whole else 'NOT OK'}: {said}", flush=True)
+            told[-1] |= {"verified": whole, "detail": said}
+            if not whole:
+                failed.append(entry.path.name)
+    if not found:
+        print(f"{arguments.run_dir}: no checkpoint yet")
+    if rule is not None:
+        inventory.delete(arguments.run_dir, rule.takes(found), say=print)
+    _write_json(arguments.json, told)
+    if failed:
+        raise CheckFailed(f"--verify: {', '.join(failed)}: not what was written, or not known to be")
+
+
+def _bench_collectives(arguments: argparse.Namespace) -> None:
+    from longtrain import bench
+    from longtrain.bench import dry, report
+    from longtrain.errors import CheckFailed
+
+    overrides = [*(text for text in arguments.configs if "=" in text), *arguments.overrides]
+    paths = [text for text in arguments.configs if "=" not in text]
+    if not paths:
+        raise ConfigError([Problem("CONFIG", arguments.configs, "must name a YAML file")], "the benchmark")
+    asked = arguments.backends or list(bench.BACKENDS)
+
+    def say(message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    if arguments.dry_run:
+        compiled = dry.compile_all(paths, overrides, asked, arguments.hardware, say)
+        report.show_compiled(compiled)
+        _write_json(arguments.json, [one.to_json() for one in compiled])
+        if too_large := [one.timed.name for one in compiled if one.found and not one.found.fits]:
+            raise CheckFailed(f"does not fit: {', '.join(dict.fromkeys(too_large))}")
+        return
+    if arguments.hardware is not None:
+        message = "has no meaning without --dry-run: what is here is timed"
+        raise ConfigError([Problem("--hardware", arguments.hardware, message)], "the benchmark")
+    counts = {"warmup": arguments.warmup, "steps": arguments.steps, "repeats": arguments.repeats}
+    timed = bench.measure(paths, overrides, asked, **counts, say=say)
+    if all(one.refused for one in timed):
+        report.show(timed)
+        raise CheckFailed("nothing could be timed: every backend is refused")
+    if any(one.step_seconds for one in timed):  # else another process has the results
+        report.show(timed)
+        _write_json(arguments.json, [one.to_json() for one in timed])
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

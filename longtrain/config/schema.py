@@ -426,10 +426,13 @@ class CheckpointConfig(Section):
     )
 
 
+Backend = Literal["auto", "nccl", "nvshmem", "nccl_symmetric"]
+
+
 class CommunicationConfig(Section):
     """How devices talk."""
 
-    backend: Literal["auto", "nccl", "nvshmem", "nccl_symmetric"] = Field(
+    backend: Backend = Field(
         "auto", description="Library of the collectives on GPUs; auto: the platform's own default."
     )
     xla_flags: Annotated[tuple[XlaFlag, ...], Field(strict=False)] = Field(

@@ -129,7 +129,7 @@ def _keeping_gradients(built: Build) -> Build:
 
 def _observe(built: Build, step: jax.stages.Compiled, rows: shrink.Batch) -> Observed:
     keeping = _keeping_gradients(built)
-    after, metrics = step(keeping.initial_state(), shrink.place(keeping, rows), StopRequest().votes(keeping.mesh))
+    after, metrics = step(keeping.initial_state(), keeping.place(rows), StopRequest().votes(keeping.mesh))
     values = {key: np.asarray(metrics[key]) for key in ("loss", "grad_norm")}
     leaves, _ = jax.tree_util.tree_flatten_with_path(process_allgather(after.optimizer.trace, tiled=True))
     return Observed(values | {".".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves})

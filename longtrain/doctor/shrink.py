@@ -7,7 +7,6 @@ and rows, of which every shard holds a few tiles or less; on real devices the he
 import jax
 import numpy as np
 
-from longtrain.build import Build
 from longtrain.config import Config, resolve_mesh, with_overrides
 from longtrain.data.rowsource import ROW_STATS
 
@@ -81,13 +80,3 @@ def batch(config: Config, seed: int = 0) -> Batch:
         "weights": (real & (random.random(shape) < 0.9)).astype(np.float32),
         "row_stats": np.zeros((B, ROW_STATS), np.uint32),
     }
-
-
-def place(built: Build, rows: Batch) -> dict[str, jax.Array]:
-    """The rows on the build's devices, in its layout's order; each process places the parts of its own devices."""
-    order_S = built.how.deal.order(built.config.sequence_length)
-    placed: dict[str, jax.Array] = {}
-    for key, leaf in built.batch(len(rows["tokens"])).items():
-        array = rows[key] if key == "row_stats" else rows[key][:, order_S]
-        placed[key] = jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
-    return placed

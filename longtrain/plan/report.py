@@ -276,7 +276,7 @@ def _bar(share: float) -> str:
 def new_table(title: str, *columns: str) -> Table:
     """A plain table. Numbers stand to the right; only sentences wrap."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    words = ("", "way", "fits", "entry", "over", "array", "kind", "backend", "rule")
+    words = ("", "way", "fits", "entry", "over", "array", "kind", "backend", "rule", "config", "permutes on")
     sentences = ("what", "why", "change", "beside it")
     for column in columns:
         side: Literal["left", "right"] = "left" if column in words + sentences else "right"
