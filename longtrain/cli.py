@@ -386,12 +386,15 @@ def _bench_collectives(arguments: argparse.Namespace) -> None:
         raise ConfigError([Problem("--hardware", arguments.hardware, message)], "the benchmark")
     counts = {"warmup": arguments.warmup, "steps": arguments.steps, "repeats": arguments.repeats}
     timed = bench.measure(paths, overrides, asked, **counts, say=say)
-    if all(one.refused for one in timed):
-        report.show(timed)
-        raise CheckFailed("nothing could be timed: every backend is refused")
-    if any(one.step_seconds for one in timed):  # else another process has the results
+    all_refused = all(one.refused for one in timed)
+    failed = [f"{one.name} on {one.backend}" for one in timed if one.failed]
+    if all_refused or failed or any(one.step_seconds for one in timed):  # else another process has the results
         report.show(timed)
         _write_json(arguments.json, [one.to_json() for one in timed])
+    if all_refused:
+        raise CheckFailed("nothing could be timed: every backend is refused")
+    if failed:
+        raise CheckFailed(f"could not be timed: {', '.join(failed)}")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """What the compiler says that a train step needs of a device and what it sends: the record in compiled_memory.yaml,
 and how it is made.
 
-    python tests/compiled_memory.py       compiles every case again and rewrites the record; needs the extra `plan`
+    python tests/compiled_memory.py         compiles every case again and rewrites the record; needs the extra `plan`
+    python tests/compiled_memory.py --new   only those that the record has not, and adds them
 """
 
 import json
@@ -19,7 +20,18 @@ from longtrain.plan.program import Program
 HERE = Path(__file__).parent
 RECORD = HERE / "compiled_memory.yaml"
 
-SHIPPED = {"llama3_8b": 8, "llama3_8b_64k": 16, "llama3_8b_256k": 32, "llama3_8b_1m": 128}
+SHIPPED = {
+    "llama3_8b": 8,
+    "llama3_8b_64k": 16,
+    "llama3_8b_256k": 32,
+    "llama3_8b_1m": 128,
+    "benchmarks/llama3_8b_64k_4gpus": 4,
+    "benchmarks/llama3_8b_64k_8gpus": 8,
+    "benchmarks/llama3_8b_64k_16gpus": 16,
+    "benchmarks/llama3_8b_128k_32gpus": 32,
+    "benchmarks/llama3_8b_256k_32gpus": 32,
+    "benchmarks/llama3_8b_256k_64gpus": 64,
+}
 """The shipped configs of 1B parameters and more, and their devices."""
 
 KINDS = ("GB200", "H100")
@@ -83,8 +95,12 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    rows = []
+    rows = recorded() if "--new" in sys.argv else []
+    known = {(row["config"], row["hardware"], row["devices"], *row["overrides"]) for row in rows}
     for case in cases():
+        name, kind, devices, overrides = case
+        if (name, kind, devices, *overrides) in known:
+            continue
         try:
             rows.append(compiled(*case))
         except AssertionError as error:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from longtrain.errors import ConfigError
+from longtrain.parallel import backend
 from longtrain.plan import backends
 from programs.toys import MESH
 from tiny import config
@@ -63,3 +64,11 @@ def test_a_program_in_a_form_that_is_new_ends_no_run_that_asked_for_nothing():
     assert "cannot be read from the compiled step" in line
     with pytest.raises(ConfigError, match="communication.backend = 'nvshmem': .*communication.backend=auto goes on"):
         checked("nvshmem", new)
+
+
+def test_nvshmem_is_refused_where_a_process_has_several_gpus():
+    with pytest.raises(ConfigError, match="needs one process for each GPU, and this one has 4"):
+        backend.check_processes("nvshmem", "gpu", 4)
+    backend.check_processes("nvshmem", "gpu", 1)
+    backend.check_processes("nccl", "gpu", 4)
+    backend.check_processes("auto", "cpu", 8)

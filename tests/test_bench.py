@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from longtrain import bench
 from longtrain.bench import dry, report
@@ -58,7 +59,7 @@ def test_a_backend_that_this_jaxlib_has_not_is_refused_with_those_that_have(monk
 
 def timed(backend: str, *seconds: float, path: Path = FOLDER / "llama3_8b_256k_32gpus.yaml") -> bench.Timed:
     config = load(path, [f"communication.backend={backend}"])
-    return bench.Timed(path.stem, backend, config, devices=32, step_seconds=list(seconds))
+    return bench.Timed(str(path), backend, config, devices=32, step_seconds=list(seconds))
 
 
 def test_the_table_compares_medians_and_shows_what_was_published(capsys):
@@ -90,10 +91,15 @@ def test_the_command_times_what_can_be_had_and_tells_of_the_rest(workspace: Work
 
 
 @pytest.mark.slow
-def test_what_cannot_be_timed_says_why_with_its_exit_code(workspace: Workspace):
-    unreal = ("--backends", "auto", "mesh.simulate_devices=null")
-    said = workspace.run("bench", "collectives", "config.yaml", *unreal, code=6)
-    assert "could not be timed" in said and "asks for real devices, but JAX finds only the CPU" in said
+def test_what_cannot_be_timed_says_why_and_the_rest_is_timed(workspace: Workspace):
+    tree = yaml.safe_load((workspace.folder / "config.yaml").read_text()) | {"mesh": {"context": 2}}
+    (workspace.folder / "real.yaml").write_text(yaml.safe_dump(tree))
+    options = ("--backends", "auto", "--warmup", "1", "--steps", "1", "--repeats", "1", "--json", "both.json")
+    said = workspace.run("bench", "collectives", "real.yaml", "config.yaml", *options, code=1)
+    assert "could not be timed: real on auto" in said and "exit 6: " in said
+    assert "asks for real devices, but JAX finds only the CPU" in " ".join(said.split())
+    real, ours = json.loads((workspace.folder / "both.json").read_text())
+    assert real["failed"] and not real["step_seconds"] and len(ours["step_seconds"]) == 1
     said = workspace.run("bench", "collectives", "config.yaml", code=1)
     assert "nothing could be timed" in said
 

@@ -15,33 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.config import Config, load
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError
 from longtrain.parallel import backend, process
 
 BACKENDS = ("nccl", "nvshmem", "nccl_symmetric")
 Say = Callable[[str], None]
 
 
-class TimingFailed(LongtrainError):
-    """A process that timed has failed, in its own words and with its own exit code."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code if exit_code > 0 else 1  # below 0: ended by a signal
-
-
 @dataclass
 class Timed:
-    """One config on one backend. `refused`: why it cannot be had here, else ""."""
+    """One config on one backend. `refused`: why it cannot be had here; `failed`: why timing it ended; else ""."""
 
-    name: str
+    path: str
     backend: str
     config: Config
     refused: str = ""
+    failed: str = ""
     devices: int = 0
     step_seconds: list[float] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
     """What the compiled step says of its collectives, a line for each kind; only GPUs have a choice."""
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).stem
 
     @property
     def median(self) -> float | None:
@@ -58,6 +55,7 @@ class Timed:
             "config": self.name,
             "backend": self.backend,
             "refused": self.refused or None,
+            "failed": self.failed or None,
             "devices": self.devices or None,
             "step_seconds": self.step_seconds,
             "median_step_seconds": self.median,
@@ -83,10 +81,10 @@ def configs(paths: Iterable[str], overrides: Sequence[str], backends: Iterable[s
       ConfigError: for one that is refused for another reason than its backend.
     """
     found = []
-    for path in paths:
+    for path in dict.fromkeys(paths):
         for name in backends:
             config = load(path, [*overrides, f"communication.backend={name}"])
-            found.append(Timed(Path(path).stem, name, config, refused=refusal(config)))
+            found.append(Timed(path, name, config, refused=refusal(config)))
     return found
 
 
@@ -102,34 +100,33 @@ def measure(
 ) -> list[Timed]:
     """Times each config on each backend, `repeats` times in turn, `steps` steps each after `warmup` that do not count.
 
-    In a cluster the results are those of the first process; the others get none.
+    In a cluster the results are those of the first process; the others get none. One that fails is not tried again, and
+    the others are.
 
     Raises:
       ConfigError: for a config that is refused for another reason than its backend.
-      TimingFailed: a process that timed has failed; also where permutes are on another backend than asked.
     """
     timed = configs(paths, overrides, backends)
-    places = {(one.name, one.backend): path for path in paths for one in timed if one.name == Path(path).stem}
-    for path in paths:
-        served = [one for one in timed if one.name == Path(path).stem and not one.refused]
+    for path in dict.fromkeys(paths):
+        served = [one for one in timed if one.path == path and not one.refused]
         for repeat in range(repeats):
             for one in served:
-                say(f"{one.name} on {one.backend}, {repeat + 1} of {repeats}")
-                _time(one, places[one.name, one.backend], overrides, warmup, steps)
+                if not one.failed:
+                    say(f"{one.name} on {one.backend}, {repeat + 1} of {repeats}")
+                    _time(one, overrides, warmup, steps)
     return timed
 
 
-def _time(one: Timed, path: str, overrides: Sequence[str], warmup: int, steps: int) -> None:
+def _time(one: Timed, overrides: Sequence[str], warmup: int, steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         counts = ("--warmup", str(warmup), "--steps", str(steps), "--result", str(result))
         asked = (*overrides, f"communication.backend={one.backend}")
-        command = [sys.executable, "-m", "longtrain.bench.worker", path, *asked, *counts]
+        command = [sys.executable, "-m", "longtrain.bench.worker", one.path, *asked, *counts]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            said = "\n".join(done.stderr.strip().splitlines()[-5:])
-            raise TimingFailed(f"{one.name} on {one.backend} could not be timed: {said}", done.returncode)
-        if result.exists():  # else this is not the cluster's first process
+            one.failed = f"exit {done.returncode}: " + "\n".join(done.stderr.strip().splitlines()[-5:])
+        elif result.exists():  # else this is not the cluster's first process
             found = json.loads(result.read_text(encoding="utf-8"))
             one.devices, one.collectives = found["devices"], found["collectives"]
             one.step_seconds += found["step_seconds"]

@@ -41,13 +41,13 @@ def show(timed: list[Timed]) -> None:
     table = new_table("Train steps by backend of the collectives", *columns)
     first: dict[str, Timed] = {}
     for one in timed:
-        gain = faster(one, first.setdefault(one.name, one))
+        gain = faster(one, first.setdefault(one.path, one))
         median, rate = one.median, one.tokens_per_second_per_device
         table.add_row(
             one.name,
             str(one.devices or one.config.mesh.size or ""),
             one.backend,
-            "refused" if one.refused else "" if median is None else f"{median:.4g}",
+            "refused" if one.refused else "failed" if one.failed else "" if median is None else f"{median:.4g}",
             "" if rate is None else f"{rate:,.0f}",
             "" if gain is None else f"{gain:+.1f} %",
             faster_as_published(one),
@@ -58,31 +58,22 @@ def show(timed: list[Timed]) -> None:
 
 def show_compiled(compiled: list[Compiled]) -> None:
     """Prints what was compiled."""
-    columns = (
-        "config",
-        "devices",
-        "backend",
-        "permutes on",
-        "GiB a device",
-        "modelled s",
-        "of it waiting",
-        "published",
-    )
+    columns = ("config", "backend", "permutes on", "GiB", "step s", "waiting s", "published")
     table = new_table("Train steps by backend of the collectives, compiled", *columns)
     for one in compiled:
         found, schedule = one.found, one.found.schedule if one.found else None
         memory = "" if found is None else "too much" if found.needed is None else f"{found.needed / GIB:.1f}"
         table.add_row(
             one.timed.name,
-            str(one.timed.config.mesh.size or ""),
             one.timed.backend,
             "refused" if one.timed.refused else one.permutes,
-            memory if found is None or found.fits else f"{memory}: does not fit",
+            memory if found is None or found.fits else f"{memory}, no fit",
             f"{schedule.seconds:.3g}" if schedule else "",
             f"{schedule.exposed_seconds:.3g}" if schedule else "",
             faster_as_published(one.timed),
         )
-    _print(table, "modelled: over XLA's schedule, with the assumptions of `plan`", [one.timed for one in compiled], [])
+    meaning = "GiB: of a device; a step's seconds, and of them waiting for transfers: modelled over XLA's schedule"
+    _print(table, meaning, [one.timed for one in compiled], [])
 
 
 def _print(table: Table, meaning: str, timed: list[Timed], notes: list[str]) -> None:
@@ -90,5 +81,6 @@ def _print(table: Table, meaning: str, timed: list[Timed], notes: list[str]) -> 
     out.print(table)
     out.print(f"{meaning}; published: NVSHMEM over NCCL, {published()['source']}")
     reasons: dict[str, str] = {one.backend: one.refused for one in timed if one.refused}
+    notes += [f"{one.name} on {one.backend} failed: {one.failed}" for one in timed if one.failed]
     for note in (*notes, *(f"{name} is refused: {reason}" for name, reason in reasons.items())):
         out.print(note)

@@ -23,6 +23,20 @@ def check_choice(backend: str, platform: str, kind: str) -> None:
         raise ConfigError([Problem("communication.backend", backend, f"{kind} has one backend; legal: auto")])
 
 
+def check_processes(backend: str, platform: str, local_devices: int) -> None:
+    """NVSHMEM wants one process for each GPU.
+
+    Raises:
+      ConfigError: where this process has several.
+    """
+    if backend == "nvshmem" and platform in ("gpu", "cuda") and local_devices > 1:
+        message = (
+            f"NVSHMEM needs one process for each GPU, and this one has {local_devices}: start as many processes "
+            "as GPUs (scripts/slurm/train.sbatch does), or take auto or nccl"
+        )
+        raise ConfigError([Problem("communication.backend", backend, message)])
+
+
 def flags(backend: str, jaxlib: Version, *, simulated: bool) -> list[str]:
     """XLA flags for `communication.backend` under this jaxlib; none for `auto` and `nccl` (XLA's own choice on GPU).
 

@@ -134,6 +134,7 @@ def join_cluster(config: Config) -> None:
 
     Raises:
       ClusterError: when the cluster cannot be joined, or JAX found other devices than the config counts on.
+      ConfigError: when `communication.backend` needs another number of processes.
     """
     import jax
 
@@ -152,6 +153,7 @@ def join_cluster(config: Config) -> None:
         devices = jax.devices()
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"the cluster cannot start: {error}") from error
+    backend.check_processes(config.communication.backend, devices[0].platform, jax.local_device_count())
     simulated = simulated_device_count(config)
     if simulated is None and devices[0].platform == "cpu":
         raise ClusterError(
