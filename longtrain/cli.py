@@ -123,7 +123,8 @@ def _parser() -> argparse.ArgumentParser:
 
     data = commands.add_parser("data", help="prepare and look at training data")
     data_commands = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _config_command(data_commands, "prepare", _data_prepare, "tokenize the sources once")
+    preparing = _config_command(data_commands, "prepare", _data_prepare, "tokenize the sources once")
+    preparing.add_argument("--verify", action="store_true", help="check all that is prepared against its checksums")
     inspect = _config_command(data_commands, "inspect", _data_inspect, "show the rows of a step")
     _step_option(inspect, "the step (default: 1)")
     _json_option(inspect)
@@ -430,7 +431,10 @@ def _data_prepare(arguments: argparse.Namespace) -> None:
     from longtrain.config import load
     from longtrain.data import prepare
 
-    prepare.ensure(load(arguments.config, arguments.overrides), log=print)
+    prepared = prepare.ensure(load(arguments.config, arguments.overrides), log=print)
+    if arguments.verify:
+        prepared.verify(whole=True)
+        print(f"data: {prepared.folder} is as it was written")
 
 
 def _data_inspect(arguments: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import jax
 from longtrain.build import Build, build
 from longtrain.checkpoint import Say, folder_of
 from longtrain.config import Config
-from longtrain.data import prepare
+from longtrain.data.everywhere import ensure_everywhere
 from longtrain.data.loader import Batches
 from longtrain.data.prepare import Prepared
 from longtrain.data.rows import RowIndex
@@ -90,7 +90,7 @@ def evaluate_run(config: Config, step: int | None, say: Say) -> dict[str, Any]:
     folder_of(config.run_dir)  # before minutes are spent on data
     built = build(config)
     built.check_permutes()
-    prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
+    prepared = ensure_everywhere(config, say)
     evaluate = Evaluator(built, prepared)
     parameters, record = load_weights(built, prepared, config.run_dir, step=step, say=say)
     if record["data_plan"] != RowIndex.of(config, prepared, "train").fingerprint:

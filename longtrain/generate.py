@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from longtrain.build import Build, build
 from longtrain.checkpoint import Say, folder_of
 from longtrain.config import Config
-from longtrain.data import prepare
+from longtrain.data.everywhere import ensure_everywhere
 from longtrain.errors import ConfigError, Problem
 from longtrain.model import Params
 from longtrain.parallel.sharding import ACTIVATION, spec
@@ -115,7 +115,7 @@ def generate_from_run(
     folder_of(config.run_dir)  # before minutes are spent on data
     built = build(config)
     built.check_permutes()
-    prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
+    prepared = ensure_everywhere(config, say)
     parameters, _ = load_weights(built, prepared, config.run_dir, step=step, say=say)
     tokenizer = prepared.tokenizer()
     start = [tokenizer.bos_id] if config.data.add_bos and tokenizer.bos_id is not None else []

@@ -16,7 +16,7 @@ from longtrain.build import build
 from longtrain.checkpoint import Checkpoints
 from longtrain.compilations import Compilations
 from longtrain.config import Config, to_yaml
-from longtrain.data import prepare
+from longtrain.data.everywhere import ensure_everywhere
 from longtrain.data.loader import Batches
 from longtrain.data.prepare import Prepared
 from longtrain.data.rows import RowIndex
@@ -56,7 +56,7 @@ def train(config: Config) -> None:
             say(choice)
         process.wait_for_all("the self-test of permutes")
         built.check_permutes()
-        prepared = prepare.ensure(config, log=say, process_index=jax.process_index())
+        prepared = ensure_everywhere(config, say)
         index = RowIndex.of(config, prepared, "train")
         say(
             f"an epoch: {index.documents:,} documents, {index.tokens_per_epoch:,} tokens, "

@@ -3,23 +3,30 @@
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 
 import pytest
 
 import runs
+from longtrain.config import load
+from longtrain.data.hashing import hash_row
+from longtrain.data.prepare import ensure
+from longtrain.data.rows import RowIndex
 from runs import Workspace
 
 MESH = ("mesh.fsdp=2", "mesh.context=2")
 
 
-def start(workspace: Workspace, processes: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """The processes of one `longtrain ARGUMENTS`, which share the config's simulated devices."""
+def start(
+    workspace: Workspace, processes: int, *arguments: str, own: Callable[[int], tuple[str, ...]] = lambda process: ()
+) -> list[subprocess.Popen[str]]:
+    """The processes of one `longtrain ARGUMENTS OWN`, which share the config's simulated devices."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     cluster = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes)}
     return [
-        workspace.start(*arguments, environment=cluster | {"JAX_PROCESS_ID": str(process)})
+        workspace.start(*arguments, *own(process), environment=cluster | {"JAX_PROCESS_ID": str(process)})
         for process in range(processes)
     ]
 
@@ -99,3 +106,46 @@ def test_one_that_fails_alone_keeps_its_code_and_ends_the_others(workspace: Work
     first, second = start(workspace, 2, "train", "config.yaml", *MESH, "run.output_dir=blocked")
     assert "blocked/run/config.yaml" in runs.finish(first, 5)
     runs.finish(second, -signal.SIGABRT)
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_reads_the_same(workspace: Workspace):
+    """Two, then three, then one go on with one run, each on rows cut over the context axis."""
+    sizes = ("sequence_length=96", "model.embed_dim=96", "mesh.fsdp=2", "mesh.context=3")
+    for number, steps in ((2, 2), (3, 3), (1, 4)):
+        command = ("train", "config.yaml", *sizes, "run.name=many", f"run.steps={steps}")
+        finish(start(workspace, number, *command), 0)
+    here = (f"data.prepared_dir={workspace.folder}/prepared", f"data.sources.0.path={workspace.folder}/corpus")
+    config = load(workspace.folder / "config.yaml", [*sizes, *here])
+    index = RowIndex.of(config, ensure(config, print), "train")
+    hashes = []
+    for first in range(0, 16, 4):
+        rows = [(number, index.row(number)) for number in range(first, first + 4)]
+        hashes.append(
+            sum(
+                hash_row(number, row.tokens, row.targets, row.positions, row.segments, row.weights)
+                for number, row in rows
+            )
+            % 2**64
+        )
+    assert [int(line["batch_hash"], 16) for line in workspace.lines("many")] == hashes
+
+
+@pytest.mark.slow
+def test_on_disks_of_their_own_each_prepares_the_same(workspace: Workspace, alone: list[dict]):
+    def run(name: str, sources: tuple[str, str], code: int) -> list[str]:
+        def own(process: int) -> tuple[str, ...]:
+            return f"data.prepared_dir=disk-{process}", f"data.sources.0.path={sources[process]}"
+
+        command = ("train", "config.yaml", *MESH, f"run.name={name}", "eval.every_steps=2")
+        return finish(start(workspace, 2, *command, own=own), code)
+
+    corpus = str(workspace.folder / "corpus")
+    run("own", (corpus, corpus), 0)
+    assert len(list(workspace.folder.glob("disk-*/*/manifest.json"))) == 2
+    assert_same_run(workspace.lines("own"), alone[: len(workspace.lines("own"))])
+    other = workspace.folder / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("another text " * 500)
+    for text in run("others", (corpus, str(other)), 3):
+        assert "processes 1 have other data than process 0 in data.prepared_dir = disk-" in text

@@ -298,7 +298,7 @@ REFUSALS = [
     ("data.sources.1.path=b", "data.sources.1.path", "'1' is no place in a list of 1; legal places: 0 to 0"),
     ("data.sources.0.weight=0", "data.sources.0.weight", "must be a number > 0"),
     ("data.sources=[{path: a}, {path: b, weight: 2}]", "data.sources.0.weight", "give every source a weight, or none"),
-    ("data.tokenizer=4", "data.tokenizer", "must be bytes, the path of a SentencePiece .model, or {train:"),
+    ("data.tokenizer=4", "data.tokenizer", "must be bytes, the path of a SentencePiece .model or of a Hugging"),
     ("data.tokenizer={train: bpe, vocab_size: 300}", "data.tokenizer.train", "must be sentencepiece"),
     ("data.tokenizer={train: sentencepiece}", "data.tokenizer.vocab_size", "required: a whole number > 256"),
     (
@@ -688,7 +688,8 @@ def test_run_dir_is_the_named_folder():
 def test_every_key_is_documented_and_there_are_not_too_many():
     keys = dict(declared_keys())
     assert all(field.description and field.description.endswith(".") for field in keys.values())
-    assert 50 <= len([key for key in keys if not key.startswith("model.rope.scaling.")]) <= 80
+    # 79 when the trainer was whole; each key since was asked for by name, for what no other key could say.
+    assert 50 <= len([key for key in keys if not key.startswith("model.rope.scaling.")]) <= 90
 
 
 def test_the_json_schema_names_every_section_and_describes_its_keys():

@@ -1,5 +1,6 @@
 """`ensure`: tokenizes once, finds it again, and takes nothing half-written or altered for data."""
 
+import errno
 import json
 import os
 import shutil
@@ -14,11 +15,14 @@ import sentencepiece
 
 import tiny
 from longtrain.config import Config
+from longtrain.data import jobs, pool, readers, request, shards, tokenizing
 from longtrain.data import prepared as prepared_format
 from longtrain.data.prepare import ensure
-from longtrain.data.prepared import Prepared, length_histogram
+from longtrain.data.prepared import Prepared
 from longtrain.errors import ConfigError, DataError
 
+FILES = ["manifest.json", "tokens-00000.bin", "names.bin"]
+FILES += [f"{table}.npy" for table in ("offsets", "source_of", "keys", "name_offsets")]
 TEXTS = {"a.txt": "alpha\n", "b/c.txt": "ça\t\0😀", "empty.txt": "", "z.txt": "zz" * 500}
 
 
@@ -60,8 +64,9 @@ def test_what_is_prepared(corpus):
     assert (
         prepared.manifest["tokens"] == prepared.lengths.sum() == sum(len(t.encode()) + 2 for t in TEXTS.values() if t)
     )
-    assert prepared.manifest["text_bytes"] == sum(len(text.encode()) for text in TEXTS.values())
-    assert prepared.manifest["skipped"] == {"empty": 1, "not_utf8": 0}
+    counts = prepared.manifest["counts"]
+    assert counts["text_bytes"] == sum(len(text.encode()) for text in TEXTS.values())
+    assert (counts["empty"], counts["bad"], counts["inexact"]) == (1, 0, 0)
     assert prepared.manifest["length_histogram"] == {"8": 1, "16": 1, "1024": 1}
     assert "nothing is prepared yet" in said
     assert "left out 1 empty documents" in said
@@ -129,11 +134,10 @@ def test_a_killed_run_leaves_nothing_that_is_taken_for_data(corpus):
     )
     killed = subprocess.run([sys.executable, "-c", program, str(corpus)], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    [left] = folders(corpus)
-    assert left.startswith(".")
+    assert [name.startswith(".") for name in folders(corpus)] == [True, True]  # a lock and a partial folder
     prepared, said = messages(config)
-    assert "data: preparing" in said
     assert folders(corpus) == [prepared.folder.name]
+    assert sorted(os.listdir(prepared.folder)) == sorted(FILES)
 
 
 def test_bad_input_leaves_nothing_behind(corpus):
@@ -166,12 +170,14 @@ def test_altered_and_vanished_shards_are_refused(corpus):
 
 def test_documents_lie_whole_in_shards(corpus, monkeypatch):
     whole, _ = messages(config_of(corpus))
-    monkeypatch.setattr(prepared_format, "_SHARD_TOKENS", 16)
+    tokens = [whole.tokens(document).tolist() for document in range(3)]
+    monkeypatch.setattr(jobs, "_SMALLEST_JOB_BYTES", 8)
     shutil.rmtree(whole.folder)
     cut, _ = messages(config_of(corpus))
     assert len(cut.manifest["shards"]) == 3
+    assert cut.fingerprint == whole.fingerprint
     for document in range(3):
-        assert np.array_equal(cut.tokens(document), whole.tokens(document))
+        assert cut.tokens(document).tolist() == tokens[document]
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(corpus, tmp_path):
@@ -208,19 +214,26 @@ def test_text_that_the_tokenizer_changes_is_told(corpus):
     (corpus / "block.txt").write_text("a\u2581b")
     prepared, said = messages(config_of(corpus, tokenizer={"train": "sentencepiece", "vocab_size": 300}))
     assert "1 documents do not survive the tokenizer exactly; the first is block.txt" in said
-    assert prepared.manifest["inexact_documents"] == 1
+    assert prepared.manifest["counts"]["inexact"] == 1
 
 
-def test_other_processes_wait_for_the_first(corpus):
+def test_of_several_processes_one_prepares(corpus):
     config = config_of(corpus)
-    with pytest.raises(DataError, match="process 0 did not prepare"):
-        messages(config, process_index=1, wait_seconds=0.1)
+    said: list[str] = []
     found: list[Prepared] = []
-    waiting = threading.Thread(target=lambda: found.append(messages(config, process_index=1, wait_seconds=30)[0]))
-    waiting.start()
-    first, _ = messages(config)
-    waiting.join()
-    assert found[0].fingerprint == first.fingerprint
+
+    def start(process_index: int) -> threading.Thread:
+        thread = threading.Thread(
+            target=lambda: found.append(ensure(config, said.append, process_index=process_index))
+        )
+        thread.start()
+        return thread
+
+    for thread in [start(number) for number in range(4)]:
+        thread.join()
+    assert len({prepared.folder for prepared in found}) == 1
+    assert len(found) == 4
+    assert sum("data: preparing" in line for line in said) == 1
 
 
 def test_a_folder_that_cannot_be_written(corpus, tmp_path):
@@ -229,5 +242,176 @@ def test_a_folder_that_cannot_be_written(corpus, tmp_path):
         messages(config_of(corpus, prepared_dir=str(tmp_path / "file")))
 
 
-def test_length_histogram_bounds_are_upper_ones():
-    assert length_histogram(np.array([1, 2, 3, 4, 5, 8, 9])) == {"1": 1, "2": 1, "4": 2, "8": 2, "16": 1}
+def many_files(corpus, count: int = 12) -> None:
+    for number in range(count):
+        (corpus / f"{number:03d}.jsonl").write_text(
+            "".join(json.dumps({"text": f"document {number} {line} " * 9}) + "\n" for line in range(20))
+        )
+
+
+def test_any_number_of_processes_makes_the_same(corpus, monkeypatch):
+    many_files(corpus)
+    monkeypatch.setattr(jobs, "_SMALLEST_JOB_BYTES", 5000)
+    made = []
+    for cores in (1, 3):
+        monkeypatch.setattr(pool, "cores", lambda cores=cores: cores)
+        prepared, said = messages(config_of(corpus))
+        assert "243 documents" in said.splitlines()[-2], said
+        made.append({name: (prepared.folder / name).read_bytes() for name in os.listdir(prepared.folder)})
+        shutil.rmtree(prepared.folder)
+    assert made[0] == made[1]
+    assert sum(name.startswith("tokens-") for name in made[0]) > 8
+
+
+def test_a_killed_run_goes_on_after_its_finished_shards(corpus, monkeypatch):
+    many_files(corpus)
+    monkeypatch.setattr(jobs, "_SMALLEST_JOB_BYTES", 5000)
+    monkeypatch.setattr(pool, "cores", lambda: 1)
+    trained = {"train": "sentencepiece", "vocab_size": 300}
+    whole, _ = messages(config_of(corpus, tokenizer=trained))
+    expected = {name: (whole.folder / name).read_bytes() for name in os.listdir(whole.folder)}
+    shutil.rmtree(whole.folder)
+
+    program = (
+        "import os, signal, sys\n"
+        "sys.path[:0] = ['tests', '.']\n"
+        "import test_data_prepare as t, longtrain.data.prepare as p, longtrain.data.shards as s, pathlib\n"
+        "t.jobs._SMALLEST_JOB_BYTES = 5000; t.pool.cores = lambda: 1\n"
+        "extend = s.ShardWriter.extend\n"
+        "def kill(self, ids):\n"
+        "    extend(self, ids)\n"
+        "    self._number == 5 and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "s.ShardWriter.extend = kill\n"
+        f"p.ensure(t.config_of(pathlib.Path(sys.argv[1]), tokenizer={trained!r}), print)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(corpus)], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+
+    made = []
+    monkeypatch.setattr(pool, "tokenize", lambda *a: (made.append(a[1]), tokenizing.tokenize(*a)))
+    monkeypatch.setattr(request.jobs, "scan", lambda *_: pytest.fail("the sources are read again"))
+    prepared, said = messages(config_of(corpus, tokenizer=trained))
+    assert f"5 of {len(prepared.manifest['shards'])} shards are finished" in said
+    assert "training a tokenizer" not in said
+    assert made == list(range(5, len(prepared.manifest["shards"])))
+    assert {name: (prepared.folder / name).read_bytes() for name in os.listdir(prepared.folder)} == expected
+    assert folders(corpus) == [prepared.folder.name]
+
+
+def test_a_full_disk_keeps_what_is_finished(corpus, monkeypatch):
+    many_files(corpus)
+    monkeypatch.setattr(jobs, "_SMALLEST_JOB_BYTES", 5000)
+    monkeypatch.setattr(pool, "cores", lambda: 1)
+    finish = shards.ShardWriter.finish
+
+    def full(self, counts):
+        if self._number == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._unfinished))
+        finish(self, counts)
+
+    monkeypatch.setattr(shards.ShardWriter, "finish", full)
+    with pytest.raises(DataError, match=r"tokens-00004.bin.*: No space left on device; .* are kept"):
+        messages(config_of(corpus))
+    [partial] = folders(corpus)
+    assert not [name for name in os.listdir(corpus.parent / "prepared" / partial) if name.startswith(".")]
+    monkeypatch.setattr(shards.ShardWriter, "finish", finish)
+    _, said = messages(config_of(corpus))
+    assert "data: going on" in said and ": 4 of " in said
+
+
+def test_a_worker_that_is_killed_is_told_and_what_it_finished_kept(corpus, monkeypatch):
+    many_files(corpus)
+    monkeypatch.setattr(jobs, "_SMALLEST_JOB_BYTES", 5000)
+    monkeypatch.setattr(pool, "cores", lambda: 2)
+    monkeypatch.setattr(pool, "_job", _killed_at_four)
+    with pytest.raises(DataError, match="a process that tokenizes was killed.*goes on"):
+        messages(config_of(corpus))
+    monkeypatch.undo()
+    _, said = messages(config_of(corpus))
+    assert "data: going on" in said
+
+
+def _killed_at_four(number, job):
+    if number == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _job(number, job)
+
+
+_job = pool._job
+
+
+def test_another_corpus_takes_a_killed_runs_remains_away(corpus):
+    partial = corpus.parent / "prepared" / ".0123456789abcdef.partial"
+    (partial / "parts").mkdir(parents=True)
+    prepared, _ = messages(config_of(corpus))
+    assert folders(corpus) == [prepared.folder.name]
+
+
+def test_bad_records_are_left_out_and_counted_where_asked(corpus):
+    (corpus / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n{"body": "x"}\n{"text": "too"}\n')
+    (corpus / "latin.txt").write_bytes(b"a long begin\n" * 200_000 + b"\xe9")
+    with pytest.raises(DataError, match=r"bad.jsonl, line 2: not valid JSON.*data.on_bad_record = skip"):
+        messages(config_of(corpus))
+    assert folders(corpus) == []
+    prepared, said = messages(config_of(corpus, on_bad_record="skip"))
+    assert "left out 3 bad records; the first is" in said and "bad.jsonl, line 2: not valid JSON" in said
+    names = [prepared.name(document) for document in range(prepared.manifest["documents"])]
+    assert names == ["a.txt", "b/c.txt", "bad.jsonl:1", "bad.jsonl:4", "z.txt"]
+    assert prepared.tokens(4).tolist() == [256, *b"zz" * 500, 257]
+    assert prepared.manifest["counts"]["bad"] == 3
+
+
+def test_documents_that_are_tokenized_already(corpus):
+    np.save(corpus / "one.npy", np.array([256, 7, 8], np.int32))
+    np.save(corpus / "two.npy", np.array([[1, 2, 257], [3, 4, 5]], np.uint16))
+    (corpus / "ids.jsonl").write_text('{"ids": [9, 10]}\n{"ids": []}\n')
+    prepared, _ = messages(config_of(corpus, sources=[{"path": str(corpus), "tokens_field": "ids"}]))
+    found = {prepared.name(d): prepared.tokens(d).tolist() for d in range(prepared.manifest["documents"])}
+    assert found["one.npy"] == [256, 7, 8, 257]
+    assert found["two.npy:1"] == [256, 1, 2, 257]
+    assert found["two.npy:2"] == [256, 3, 4, 5, 257]
+    assert found["ids.jsonl:1"] == [256, 9, 10, 257]
+    assert found["a.txt"] == [256, *b"alpha\n", 257]
+    assert prepared.manifest["counts"]["empty"] == 2
+
+
+def test_an_id_outside_of_the_vocabulary_is_refused(corpus):
+    np.save(corpus / "ids.npy", np.array([[1, 2], [3, 299]], np.int64))
+    with pytest.raises(DataError, match=r"ids.npy, record 2: id 299 is outside of 0 to model.vocab_size - 1 = 257"):
+        messages(config_of(corpus, "model.vocab_size=258"))
+    messages(config_of(corpus, "model.vocab_size=300"))
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 299: must be at least 300: .* holds the id 299"):
+        messages(config_of(corpus, "model.vocab_size=299"))
+    np.save(corpus / "ids.npy", np.array([-1]))
+    with pytest.raises(DataError, match=r"ids.npy: id -1 is outside"):
+        messages(config_of(corpus))
+    kept, said = messages(config_of(corpus, on_bad_record="skip"))
+    assert "left out 1 bad records" in said
+    assert kept.manifest["documents"] == 3
+
+
+def test_a_long_document_of_ids_is_left_out_whole(corpus, monkeypatch):
+    monkeypatch.setattr(readers, "_IDS_AT_ONCE", 4)
+    np.save(corpus / "ids.npy", np.array([*range(6), 10**6, *range(9)], np.int64))
+    prepared, _ = messages(config_of(corpus, on_bad_record="skip"))
+    assert prepared.manifest["documents"] == 3
+    np.save(corpus / "ids.npy", np.arange(10))
+    prepared, _ = messages(config_of(corpus, on_bad_record="skip"))
+    [ids] = [document for document in range(4) if prepared.name(document) == "ids.npy"]
+    assert prepared.tokens(ids).tolist() == [256, *range(10), 257]
+
+
+def test_a_tokenizer_is_not_trained_for_given_ids(corpus):
+    np.save(corpus / "ids.npy", np.arange(10))
+    with pytest.raises(ConfigError, match=r"data.tokenizer = .*tokenized already need the tokenizer"):
+        messages(config_of(corpus, tokenizer={"train": "sentencepiece", "vocab_size": 300}))
+
+
+def test_verify_reads_all_when_asked(corpus, monkeypatch):
+    prepared, _ = messages(config_of(corpus))
+    monkeypatch.setattr(prepared_format, "_CHECKSUMMED_BYTES", 0)
+    shard = prepared.folder / "tokens-00000.bin"
+    shard.write_bytes(b"\1" + shard.read_bytes()[1:])
+    prepared.verify()
+    with pytest.raises(DataError, match="its checksum"):
+        prepared.verify(whole=True)

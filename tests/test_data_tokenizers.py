@@ -2,11 +2,11 @@
 
 import inspect
 import json
+import pickle
 
 import pytest
 
-from longtrain.data import tokenizers
-from longtrain.data.sources import Document
+from longtrain.data import tokenizer_training, tokenizers
 from longtrain.data.tokenizers import BytesTokenizer
 from longtrain.errors import ConfigError, DataError
 
@@ -25,13 +25,13 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def documents() -> list[Document]:
-    return [Document(module.__name__, inspect.getsource(module)) for module in (inspect, json, json.decoder, pytest)]
+def texts() -> list[str]:
+    return [inspect.getsource(module) for module in (inspect, json, json.decoder, pytest)]
 
 
 @pytest.fixture(scope="module")
-def trained(documents):
-    return tokenizers.train(documents, vocab_size=700, sample_bytes=10**6)
+def trained(texts):
+    return tokenizer_training.train(texts, vocab_size=700, sample_bytes=10**6)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -43,11 +43,11 @@ def test_text_survives(trained, text):
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
 
 
-def test_all_at_once_is_one_by_one(trained):
+def test_a_tokenizer_goes_to_another_process_and_to_disk(trained):
     for tokenizer in (BytesTokenizer(), trained):
-        ids = tokenizer.encode_all(TEXTS)
-        assert ids == [tokenizer.encode(text) for text in TEXTS]
-        assert tokenizer.decode_all(ids) == TEXTS
+        for again in (pickle.loads(pickle.dumps(tokenizer)), tokenizers.restore(tokenizer.kind, tokenizer.files)):
+            assert again.fingerprint == tokenizer.fingerprint
+            assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
 
 
 def test_begin_and_end_are_no_text(trained):
@@ -67,26 +67,26 @@ def test_indentation_is_a_piece(trained):
     assert len(trained.encode("\n            return")) <= 3
 
 
-def test_training_gives_the_same_model_every_time(documents, trained):
-    again = tokenizers.train(iter(documents), vocab_size=700, sample_bytes=10**6)
+def test_training_gives_the_same_model_every_time(texts, trained):
+    again = tokenizer_training.train(iter(texts), vocab_size=700, sample_bytes=10**6)
     assert again.fingerprint == trained.fingerprint
-    other = tokenizers.train(documents, vocab_size=701, sample_bytes=10**6)
+    other = tokenizer_training.train(texts, vocab_size=701, sample_bytes=10**6)
     assert other.fingerprint != trained.fingerprint
 
 
 def test_the_sample_is_drawn_from_everywhere_and_no_larger_than_asked():
-    documents = [Document(str(number), chr(97 + number) * 100_000) for number in range(20)]
-    sample = tokenizers._sample(documents, 500_000)
+    texts = [chr(97 + number) * 100_000 for number in range(20)]
+    sample = tokenizer_training._sample(texts, 500_000)
     assert 400_000 < sum(map(len, sample)) <= 500_000
     assert len({block[0] for block in sample}) >= 5
-    assert sample == tokenizers._sample(documents, 500_000)
-    assert "".join(tokenizers._sample(documents, 10**7)) == "".join(document.text for document in documents)
+    assert sample == tokenizer_training._sample(texts, 500_000)
+    assert "".join(tokenizer_training._sample(texts, 10**7)) == "".join(texts)
 
 
-def test_a_vocabulary_the_text_cannot_give_is_refused(documents):
+def test_a_vocabulary_the_text_cannot_give_is_refused(texts):
     for size, reason in ((290, "Vocabulary size is smaller"), (10**6, "Vocabulary size too high")):
         with pytest.raises(ConfigError, match=rf"data.tokenizer.vocab_size = {size}: .*{reason}"):
-            tokenizers.train(documents, vocab_size=size, sample_bytes=10**6)
+            tokenizer_training.train(texts, vocab_size=size, sample_bytes=10**6)
 
 
 def test_a_model_file(tmp_path, trained):

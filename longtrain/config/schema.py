@@ -341,15 +341,22 @@ class SourceConfig(Section):
     """One source of documents."""
 
     path: Text = Field(
-        description="File, folder or glob, relative to the working directory; or python-stdlib, "
-        "the source text of this Python's standard library."
+        description="File, folder or glob, relative to the working directory, or a URL of them that fsspec knows "
+        "(gs://…, s3://…); or python-stdlib, the source text of this Python's standard library."
     )
     weight: Positive | None = Field(
         None,
         description="Relative share of the tokens drawn from this source, each source then starting again on its own; "
         "null for all sources: no shares, every document of every source once an epoch.",
     )
-    text_field: Text = Field("text", description="Field that holds the text, in JSON lines.")
+    text_field: Text = Field(
+        "text", description="Field that holds the text, in JSON lines, Parquet and ArrayRecord of tf.train.Example."
+    )
+    tokens_field: Text | None = Field(
+        None,
+        description="Field that holds ids of `data.tokenizer`, for documents that are tokenized already; null: they "
+        "are text. Files of .npy are ids in any case.",
+    )
 
 
 class TokenizerTraining(Section):
@@ -368,15 +375,17 @@ class DataConfig(Section):
     """The documents, their tokens and their way into rows."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), MinLen(1)] = Field(
-        description="Where documents come from: a list of `{path, weight, text_field}`, at least one."
+        description="Where documents come from: a list of `{path, weight, text_field, tokens_field}`, at least one."
     )
     tokenizer: Annotated[
         Text | TokenizerTraining,
-        Legal("bytes, the path of a SentencePiece .model, or {train: sentencepiece, vocab_size: N}"),
+        Legal(
+            "bytes, the path of a SentencePiece .model or of a Hugging Face tokenizer.json, or "
+            "{train: sentencepiece, vocab_size: N}"
+        ),
     ] = Field(
-        description="bytes (a token a byte), the path of a SentencePiece .model (relative to the working "
-        "directory), "
-        "or what to train: `{train: sentencepiece, vocab_size: N}`."
+        description="bytes (a token a byte), the path of a SentencePiece .model or of a Hugging Face tokenizer.json or "
+        "its folder (relative to the working directory), or what to train: `{train: sentencepiece, vocab_size: N}`."
     )
     packing: Literal["concat", "best_fit", "one"] = Field(
         "best_fit",
@@ -395,6 +404,11 @@ class DataConfig(Section):
         True,
         description="Whether data that is used up starts again, in another order; false: the run ends, exit "
         "code 3.",
+    )
+    on_bad_record: Literal["refuse", "skip"] = Field(
+        "refuse",
+        description="What to do with a record that cannot be read (not UTF-8, broken JSON, no such field); skip: leave "
+        "it out and count it.",
     )
     prefetch: Count = Field(4, description="Batches made ahead of the step.")
     workers: CountOrZero = Field(

@@ -4,11 +4,7 @@ No iterator has a state worth saving: the batches from any row on are `Batches(.
 """
 
 import math
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
@@ -19,6 +15,7 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from longtrain.data.processes import start_worker
 from longtrain.data.rows import RowIndex
 from longtrain.data.rowsource import ROW_STATS, SEQUENCE_KEYS, RowSource, computed_together, row_stats
 from longtrain.errors import DataError
@@ -118,19 +115,4 @@ def _read_ahead(source: RowSource, rows: int, workers: int) -> grain.DatasetIter
         flags.FLAGS.mark_as_parsed()  # Grain hands absl's flags to its processes; nothing here uses them
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=math.ceil(rows / workers))
     one_at_a_time = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    return iter(one_at_a_time.mp_prefetch(options, worker_init_fn=_start_worker))
-
-
-def _start_worker(*_: int) -> None:
-    """In a worker process: leave signals to the parent, which closes the workers; if it is killed, end too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def end_with_parent(sentinel: int = parent.sentinel) -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    return iter(one_at_a_time.mp_prefetch(options, worker_init_fn=start_worker))

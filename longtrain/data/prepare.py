@@ -6,43 +6,47 @@
 
 A folder is found again by the cheap look, or else by reading the sources and comparing content; a source that
 changed leads to another folder. A folder is made under a name that begins with a dot and renamed when complete,
-so a killed run leaves nothing that could be taken for data; the next one removes its remains.
+so a killed run leaves nothing that could be taken for data; the next one goes on after its finished shards.
+
+Of several processes one prepares: whoever gets a lock on the disk. So on a disk that all share it is done once, on
+disks of their own once on each.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from longtrain.config import Config
-from longtrain.data import sources, tokenizers
-from longtrain.data.prepared import MANIFEST, Prepared, Writer
+from longtrain.data import disklock, pool, shards, tokenizer_training, tokenizers
+from longtrain.data.jobs import Job, Piece
+from longtrain.data.prepared import MANIFEST, Prepared
 from longtrain.data.progress import TextProgress
+from longtrain.data.readers import Part
 from longtrain.data.request import Request, check_vocabulary
-from longtrain.data.tokenizers import Tokenizer
-from longtrain.errors import DataError
+from longtrain.data.tokenizers import Tokenizer, shortest_unsigned
+from longtrain.data.tokenizing import Work
+from longtrain.errors import ConfigError, DataError, Problem
 
 __all__ = ["Prepared", "ensure"]
 
 Log = Callable[[str], None]
 
-_BATCH_BYTES = 4 << 20
-_POLL_SECONDS = 0.5
+_PLAN = Path(shards.PARTS, "plan.json")
+"""Of a folder in the making: what was asked, and the jobs; a run that goes on need not read the sources again."""
+_HEAD_START_SECONDS = 5.0
+"""Process 0, whose messages are shown, is to be the one that prepares where it sees this disk."""
+_SECONDS_BETWEEN_MESSAGES = 60.0
 
 
-def ensure(config: Config, log: Log, *, process_index: int = 0, wait_seconds: float = 3600) -> Prepared:
+def ensure(config: Config, log: Log, *, process_index: int = 0) -> Prepared:
     """The config's documents as tokens: prepared before, where they still stand for the sources, or now.
 
-    With several processes, process 0 prepares; the others wait at most `wait_seconds` for its folder to appear,
-    with no collective, so `data.prepared_dir` must be one they share.
+    Of several processes one on each disk prepares, and the others wait for it, with no collective.
 
     Raises DataError for what is wrong with the data, ConfigError where the tokenizer does not suit the config.
     """
@@ -50,109 +54,179 @@ def ensure(config: Config, log: Log, *, process_index: int = 0, wait_seconds: fl
     root = Path(config.data.prepared_dir)
     with _disk_errors(root):
         pointer = root / "requests" / request.look()
-        folder = root / pointer.read_text() if pointer.exists() else root / request.folder_name
-        if not (folder / MANIFEST).exists():
-            folder = root / request.folder_name  # what the pointer led to was removed since
+        folder = _found(root, pointer)
+        if folder is None and process_index:
+            folder = _found_soon(root, pointer)
+        if folder is not None:
+            prepared = Prepared(folder)
+            prepared.verify()
+            log(f"data: reusing {folder}: {_sizes(prepared.manifest)}")
+        else:
+            prepared = _prepared_now(config, request, root, pointer, log)
+    check_vocabulary(prepared.vocab_size, config)
+    _check_ids(prepared, config)
+    return prepared
+
+
+def _found(root: Path, pointer: Path) -> Path | None:
+    """The folder that the cheap look led to before, where it is complete."""
+    if not pointer.exists():
+        return None
+    folder = root / pointer.read_text()
+    return folder if (folder / MANIFEST).exists() else None
+
+
+def _found_soon(root: Path, pointer: Path) -> Path | None:
+    """As `_found`, with time for process 0 to take the lock or to be done."""
+    deadline = time.monotonic() + _HEAD_START_SECONDS
+    while time.monotonic() < deadline and not any(root.glob(".*.lock")) and _found(root, pointer) is None:
+        time.sleep(0.1)
+    return _found(root, pointer)
+
+
+def _prepared_now(config: Config, request: Request, root: Path, pointer: Path, log: Log) -> Prepared:
+    """Under the disk's lock: a folder of the same content, or a new one."""
+    root.mkdir(parents=True, exist_ok=True)
+    told = [-_SECONDS_BETWEEN_MESSAGES]
+
+    def waiting(holder: str) -> None:
+        if time.monotonic() - told[0] > _SECONDS_BETWEEN_MESSAGES:
+            told[0] = time.monotonic()
+            log(f"data: waiting for {holder} to prepare in {root}")
+
+    lock = root / f".{pointer.name}.lock"
+    with disklock.held(lock, waiting):
+        # A killed run wrote where it was going; what it had read need not be read again.
+        folder = root / (pointer.read_text() if pointer.exists() else request.folder_name)
+        if not (folder / MANIFEST).exists() and not _partial(folder).exists():
+            folder = root / request.folder_name
+        if not pointer.exists() or pointer.read_text() != folder.name:
+            pointer.parent.mkdir(exist_ok=True)
+            shards.write_whole(pointer, folder.name.encode())
         if (folder / MANIFEST).exists():
             prepared = Prepared(folder)
             prepared.verify()
             log(f"data: reusing {folder}: {_sizes(prepared.manifest)}")
-        elif process_index == 0:
-            log(f"data: preparing {folder}: {_why(root, request)}")
-            _prepare(config, request, folder, log)
-            prepared = Prepared(folder)
-        else:
-            log(f"data: waiting for process 0 to prepare {folder}")
-            _wait_for(folder, wait_seconds)
-            prepared = Prepared(folder)
-        check_vocabulary(prepared.vocab_size, config)
-        if not pointer.exists() or pointer.read_text() != folder.name:
-            pointer.parent.mkdir(parents=True, exist_ok=True)
-            _write_whole(pointer, folder.name)
-    return prepared
+            return prepared
+        _remove_remains(root, folder, lock)
+        _prepare(config, request, folder, log)
+    return Prepared(folder)
 
 
 def _prepare(config: Config, request: Request, folder: Path, log: Log) -> None:
-    """Make `folder`, whole or not at all."""
-    root = folder.parent
-    root.mkdir(parents=True, exist_ok=True)
-    owner = f"{socket.gethostname()}.{os.getpid()}"
-    _remove_remains(root)
-    partial = root / f".{folder.name}.{owner}.partial"
-    partial.mkdir()
+    """Make `folder`, whole or not at all. What ends early keeps its finished shards, unless the input is at fault."""
+    partial = _partial(folder)
     try:
-        tokenizer = request.tokenizer
-        if tokenizer is None:
-            size, sample = request.training["vocab_size"], request.training["sample_bytes"]
-            log(f"data: training a tokenizer of {size:,} pieces on up to {sample / 1e6:.0f} MB of text")
-            started = time.monotonic()
-            documents = (document for _, document in request.documents(sources.Skipped()))
-            tokenizer = tokenizers.train(documents, vocab_size=size, sample_bytes=sample)
-            log(f"data: trained it in {time.monotonic() - started:.1f} s")
-            check_vocabulary(tokenizer.vocab_size, config)
-        _tokenize(request, tokenizer, partial, log)
+        if not (partial / MANIFEST).exists():
+            asked, jobs = _plan(request, partial, log)
+            tokenizer = _tokenizer(config, request, partial, log)
+            _tokenize(config, request, tokenizer, asked, jobs, partial, log)
+        shutil.rmtree(partial / shards.PARTS, ignore_errors=True)
         try:
             os.rename(partial, folder)
         except OSError:
             if not (folder / MANIFEST).exists():  # else another run was faster, and its data is as good
                 raise
-    finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except (pool.Unfinished, OSError) as error:
+        where = f"{error.filename or folder}: " if isinstance(error, OSError) else ""
+        reason = where + (getattr(error, "strerror", None) or str(error))
+        raise DataError(f"{reason}; the shards that are finished are kept, and the same command goes on") from error
+    except (ConfigError, DataError):
         shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
-def _tokenize(request: Request, tokenizer: Tokenizer, folder: Path, log: Log) -> None:
-    skipped = sources.Skipped()
-    inexact: list[str] = []
-    text_bytes = sum(source.bytes for source in request.sources)
-    before = [tokenizer.bos_id] if request.add_bos else []
-    after = [tokenizer.eos_id] if request.add_eos else []
-    with (
-        contextlib.closing(Writer(folder, tokenizer)) as writer,
-        TextProgress("data: tokenizing", text_bytes, log) as progress,
-    ):
-        for batch in _batches(request.documents(skipped)):
-            texts = [document.text for _, document in batch]
-            ids = tokenizer.encode_all(texts)
-            made = 0
-            for (number, document), tokens, back in zip(batch, ids, tokenizer.decode_all(ids), strict=True):
-                if back != document.text:
-                    inexact.append(document.name)
-                whole = np.array([*before, *tokens, *after], np.int64)
-                if len(whole):
-                    writer.add(whole, number, document.name)
-                else:
-                    skipped.empty += 1
-                made += len(whole)
-            progress.advance(sum(len(text.encode()) for text in texts), len(batch), made)
-        if not progress.tokens:
-            raise DataError(f"no document with text in {', '.join(source.path for source in request.sources)}")
-        counts = {
-            "text_bytes": progress.bytes,
-            "skipped": dataclasses.asdict(skipped),
-            "inexact_documents": len(inexact),
-        }
-        writer.finish({"asked": request.content, **counts})
+def _plan(request: Request, partial: Path, log: Log) -> tuple[dict[str, Any], list[Job]]:
+    """What is asked and the jobs: those of a run that was killed, or new ones."""
+    with contextlib.suppress(FileNotFoundError):
+        plan = json.loads((partial / _PLAN).read_text())
+        jobs = [[Piece(source, file, Part(*part)) for source, file, part in job] for job in plan["jobs"]]
+        left = len(shards.missing(partial, len(jobs)))
+        log(f"data: going on in {partial}: {len(jobs) - left} of {len(jobs)} shards are finished")
+        return plan["asked"], jobs
+    log(f"data: preparing {partial.parent / request.folder_name}: {_why(partial.parent, request)}")
+    (partial / shards.PARTS).mkdir(parents=True, exist_ok=True)
+    asked, jobs = request.content, request.jobs
+    cut = [[(piece.source, piece.file, _numbers(piece.part)) for piece in job] for job in jobs]
+    shards.write_whole(partial / _PLAN, json.dumps({"asked": asked, "jobs": cut}).encode())
+    return asked, jobs
+
+
+def _numbers(part: Part) -> tuple[int, int | None, int]:
+    return part.start, part.stop, part.first_line
+
+
+def _tokenizer(config: Config, request: Request, partial: Path, log: Log) -> Tokenizer:
+    """The one given, or one trained: by the run that was killed, or now."""
+    if request.tokenizer is not None:
+        return request.tokenizer
+    kept = partial / tokenizers.SENTENCEPIECE_FILE
+    if not kept.exists():
+        size, sample = request.training["vocab_size"], request.training["sample_bytes"]
+        log(f"data: training a tokenizer of {size:,} pieces on up to {sample / 1e6:.0f} MB of text")
+        started = time.monotonic()
+        trained = tokenizer_training.train(request.texts(), vocab_size=size, sample_bytes=sample)
+        log(f"data: trained it in {time.monotonic() - started:.1f} s")
+        check_vocabulary(trained.vocab_size, config)
+        shards.write_whole(kept, trained.model)
+    return tokenizers.load(kept)
+
+
+def _tokenize(
+    config: Config,
+    request: Request,
+    tokenizer: Tokenizer,
+    asked: dict[str, Any],
+    jobs: list[Job],
+    folder: Path,
+    log: Log,
+) -> None:
+    # Ids that are given may be of pieces that the tokenizer does not have.
+    holds_ids = any(source.holds_ids for source in request.sources)
+    dtype = shortest_unsigned(config.model.vocab_size if holds_ids else tokenizer.vocab_size)
+    work = Work(
+        folder,
+        tokenizer,
+        dtype,
+        [source.files for source in request.sources],
+        [source.fields for source in request.sources],
+        [source.skip_bad for source in request.sources],
+        request.add_bos,
+        request.add_eos,
+        config.model.vocab_size,
+    )
+    left = shards.missing(folder, len(jobs))
+    source_bytes = sum(_size(work, piece) for number in left for piece in jobs[number])
+    with TextProgress("data: tokenizing", source_bytes, log) as progress:
+        pool.run(work, jobs, left, progress.show)
     log(f"data: tokenized {progress.detail}")
-    if skipped.empty or skipped.not_utf8:
-        log(f"data: left out {skipped.empty} empty documents and {skipped.not_utf8} files that are not UTF-8")
-    if inexact:
-        log(f"data: {len(inexact)} documents do not survive the tokenizer exactly; the first is {inexact[0]}")
+    counts = shards.join(folder, len(jobs), tokenizer, dtype, {"asked": asked})
+    if counts.empty:
+        log(f"data: left out {counts.empty:,} empty documents")
+    if counts.bad:
+        log(f"data: left out {counts.bad:,} bad records; the first is {counts.first_bad}")
+    if counts.inexact:
+        log(
+            f"data: {counts.inexact:,} documents do not survive the tokenizer exactly; the first is "
+            f"{counts.first_inexact}"
+        )
+    if counts.forced_cuts:
+        log(f"data: {counts.forced_cuts:,} texts had to be cut between ids that might have been one")
+    if not (folder / MANIFEST).exists():
+        raise DataError(f"no document with text in {', '.join(source.path for source in request.sources)}")
 
 
-def _batches(
-    documents: Iterable[tuple[int, sources.Document]],
-) -> Iterator[list[tuple[int, sources.Document]]]:
-    """Runs of documents with some megabytes of text, for the tokenizer to spread over the cores."""
-    batch: list[tuple[int, sources.Document]] = []
-    size = 0
-    for item in documents:
-        batch.append(item)
-        size += len(item[1].text)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _size(work: Work, piece: Piece) -> int:
+    return (piece.part.stop or work.files_of[piece.source][piece.file].size) - piece.part.start
+
+
+def _check_ids(prepared: Prepared, config: Config) -> None:
+    """Of documents that came as ids: they were checked against the vocabulary of the config that prepared them."""
+    largest = prepared.manifest["counts"]["largest_id"]
+    if largest >= config.model.vocab_size:
+        message = f"must be at least {largest + 1}: {prepared.folder} holds the id {largest}"
+        raise ConfigError([Problem("model.vocab_size", config.model.vocab_size, message)])
 
 
 def _why(root: Path, request: Request) -> str:
@@ -182,39 +256,20 @@ def _why(root: Path, request: Request) -> str:
     return "; ".join(reasons) or "the format changed"
 
 
-def _wait_for(folder: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not (folder / MANIFEST).exists():
-        if time.monotonic() > deadline:
-            raise DataError(
-                f"process 0 did not prepare {folder} in {seconds:.0f} s: data.prepared_dir and the sources "
-                "must be the same for all processes; or run `data prepare` once beforehand"
-            )
-        time.sleep(_POLL_SECONDS)
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
 
 
-def _remove_remains(root: Path) -> None:
-    """Remove what killed runs of this machine left behind."""
-    for partial in root.glob(f".*.{socket.gethostname()}.*.partial"):
-        process = int(partial.name.split(".")[-2])
-        if process == os.getpid() or not _is_alive(process):
+def _remove_remains(root: Path, folder: Path, own_lock: Path) -> None:
+    """Remove what killed runs left behind: what they were writing, and of other content all, as nobody may ask for it
+    again."""
+    if any(disklock.is_held(lock) for lock in root.glob(".*.lock") if lock != own_lock):
+        return  # whose it is cannot be told
+    for partial in root.glob(".*.partial"):
+        if partial == _partial(folder):
+            shards.remove_unfinished(partial)
+        else:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How far a long pass over text has come: a bar on a terminal, a line now and then elsewhere."""
+"""How far a long pass over files has come: a bar on a terminal, a line now and then elsewhere."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class TextProgress:
-    """A context manager that shows bytes done of a total, with documents, tokens and rates."""
+    """A context manager that shows bytes read of a total, with documents, tokens and rates."""
 
     def __init__(self, what: str, total_bytes: int, log: Callable[[str], None]):
         self._what, self._total, self._log = what, max(1, total_bytes), log
@@ -51,10 +51,9 @@ class TextProgress:
             f"{self.seconds:.1f} s ({self.tokens / self.seconds:,.0f} tokens/s)"
         )
 
-    def advance(self, size: int, documents: int, tokens: int) -> None:
-        self.bytes += size
-        self.documents += documents
-        self.tokens += tokens
+    def show(self, size: int, documents: int, tokens: int) -> None:
+        """Take what is done by now: bytes read, documents and tokens written."""
+        self.bytes, self.documents, self.tokens = size, documents, tokens
         if self._bar is not None:
             rate = f"{self.tokens / self.seconds:,.0f} tokens/s"
             self._bar.update(self._task, completed=min(self.bytes, self._total), rate=rate)

@@ -1,13 +1,11 @@
-"""Tokenizers: plain bytes, and SentencePiece models, given or trained on the run's own text.
+"""Tokenizers: plain bytes, SentencePiece models, and Hugging Face's tokenizer.json.
 
 A tokenizer turns a text into ids and back. It adds no BOS or EOS of itself: `data prepare` does, once a
 document. Padding needs no id: a row's padding is what has segment 0.
 """
 
 import hashlib
-import heapq
-import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,14 +13,15 @@ import numpy as np
 import sentencepiece
 
 from longtrain.config import BYTES_VOCABULARY
-from longtrain.data.hashing import key
-from longtrain.data.sources import Document
-from longtrain.errors import ConfigError, DataError, Problem
+from longtrain.errors import DataError
 
 
 class Tokenizer(Protocol):
-    """What the rest of the program needs of a tokenizer."""
+    """What the rest of the program needs of a tokenizer. It pickles."""
 
+    kind: str
+    files: Mapping[str, bytes]
+    """What it is made of, by file name: `restore(kind, files)` makes it again."""
     vocab_size: int
     bos_id: int | None
     """Begin of a document; None where the tokenizer has no such piece."""
@@ -33,20 +32,16 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode` for each, over all cores where the tokenizer can."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, BOS and EOS left out."""
         ...
-
-    def decode_all(self, ids: Sequence[list[int]]) -> list[str]: ...
 
 
 class BytesTokenizer:
     """A token a byte of UTF-8: ids 0..255 are the bytes, then begin and end of a document."""
 
+    kind = "bytes"
+    files: Mapping[str, bytes] = {}
     vocab_size = BYTES_VOCABULARY
     bos_id: int | None = 256
     eos_id: int | None = 257
@@ -55,19 +50,15 @@ class BytesTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         # A model may well generate what is not UTF-8; that shows as replacement characters.
         return bytes(token for token in ids if token < 256).decode(errors="replace")
-
-    def decode_all(self, ids: Sequence[list[int]]) -> list[str]:
-        return [self.decode(tokens) for tokens in ids]
 
 
 class SentencePieceTokenizer:
     """A SentencePiece model."""
+
+    kind = "sentencepiece"
 
     def __init__(self, model: bytes):
         """`model`: what a .model file holds. Raises ValueError where it is not one."""
@@ -79,96 +70,70 @@ class SentencePieceTokenizer:
         if not loaded or not self._processor.vocab_size():
             raise ValueError("not a SentencePiece model")
         self.model = model
+        self.files: Mapping[str, bytes] = {SENTENCEPIECE_FILE: model}
         self.vocab_size: int = self._processor.vocab_size()
         bos, eos = self._processor.bos_id(), self._processor.eos_id()
         self.bos_id: int | None = bos if bos >= 0 else None
         self.eos_id: int | None = eos if eos >= 0 else None
         self.fingerprint = f"sentencepiece:{hashlib.sha256(model).hexdigest()}"
 
+    def __reduce__(self) -> tuple[type["SentencePieceTokenizer"], tuple[bytes]]:
+        return SentencePieceTokenizer, (self.model,)
+
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._processor.encode(list(texts), num_threads=-1)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._processor.decode([int(token) for token in ids])
-
-    def decode_all(self, ids: Sequence[list[int]]) -> list[str]:
-        return self._processor.decode(list(ids), num_threads=-1)
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode(ids)
 
 
-def load(path: str | Path) -> SentencePieceTokenizer:
-    """The SentencePiece model of a file. Raises DataError where it cannot be read or is not one."""
-    try:
-        return SentencePieceTokenizer(Path(path).read_bytes())
-    except OSError as error:
-        raise DataError(f"data.tokenizer = {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"data.tokenizer = {path}: not a SentencePiece model") from error
+SENTENCEPIECE_FILE = "tokenizer.model"
 
 
-# A line's end and the next one's indentation are one piece, as are blank lines: most of what tells code from
-# prose.
-_LINE_BREAKS = ["\n", "\n\n", "\n\n\n", *("\n" + "\u2581" * spaces for spaces in range(4, 25, 4))]
-_SAMPLE_BLOCK = 1 << 16
-_LONGEST_LINE = 1 << 12
+def load(path: str | Path) -> Tokenizer:
+    """The tokenizer of a file: a SentencePiece model, a tokenizer.json, or a folder that holds one of them.
 
-
-def train(documents: Iterable[Document], *, vocab_size: int, sample_bytes: int) -> SentencePieceTokenizer:
-    """A SentencePiece BPE model of `vocab_size` pieces: the same for the same documents, and exact.
-
-    Exact: every text survives encode and decode, but for U+2581, which SentencePiece keeps for the space.
-    Text is not normalised, no space is put in front, runs of spaces are pieces, and what the pieces do not
-    cover falls back to bytes. Raises ConfigError where the text does not give that many pieces, or the
-    alphabet needs more.
+    Raises DataError where it cannot be read or is neither, ConfigError where its library is not installed.
     """
-    model = io.BytesIO()
+    given, path = path, Path(path)
+    if path.is_dir():
+        from_folder = [path / name for name in (HUGGING_FACE_FILE, SENTENCEPIECE_FILE) if (path / name).is_file()]
+        if not from_folder:
+            message = f"a folder without a {HUGGING_FACE_FILE} or {SENTENCEPIECE_FILE}"
+            raise DataError(f"data.tokenizer = {given}: {message}")
+        path = from_folder[0]
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(_sample(documents, sample_bytes)),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9995,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            user_defined_symbols=_LINE_BREAKS,
-            max_sentence_length=4 * _LONGEST_LINE,
-            minloglevel=2,
-        )
-    except (RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split("] ")[-1].split()) or "the text holds too little to learn from"
-        raise ConfigError(
-            [Problem("data.tokenizer.vocab_size", vocab_size, f"SentencePiece cannot train it: {reason}")]
-        ) from error
-    return SentencePieceTokenizer(model.getvalue())
+        if path.suffix == ".json":
+            from longtrain.data import huggingface
+
+            return huggingface.load(path)
+        return SentencePieceTokenizer(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"data.tokenizer = {given}: {error.strerror}") from error
+    except ValueError as error:
+        what = "Hugging Face tokenizer" if path.suffix == ".json" else "SentencePiece model"
+        raise DataError(f"data.tokenizer = {given}: not a {what}: {error}") from error
 
 
-def _sample(documents: Iterable[Document], sample_bytes: int) -> list[str]:
-    """Blocks of text of at most `sample_bytes` together, drawn evenly from all documents."""
-    # Those of smallest hash, in a heap of (minus hash, minus place, block): the next to go is on top.
-    kept: list[tuple[int, int, str]] = []
-    size = place = 0
-    for document in documents:
-        for start in range(0, len(document.text), _SAMPLE_BLOCK):
-            block = document.text[start : start + _SAMPLE_BLOCK]
-            heapq.heappush(kept, (-key(place), -place, block))
-            place += 1
-            size += len(block.encode())
-            while size > sample_bytes and len(kept) > 1:
-                size -= len(heapq.heappop(kept)[2].encode())
-    return [block for _, _, block in sorted(kept, key=lambda item: -item[1])]
+HUGGING_FACE_FILE = "tokenizer.json"
 
 
-def _lines(blocks: Iterable[str]) -> Iterator[str]:
-    for block in blocks:
-        for line in block.split("\n"):
-            for start in range(0, len(line), _LONGEST_LINE):
-                yield line[start : start + _LONGEST_LINE]
+def restore(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
+    """A tokenizer from what was kept of it. Raises ValueError for a kind this version does not know."""
+
+    def hugging_face() -> Tokenizer:
+        from longtrain.data.huggingface import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(files)
+
+    kinds: dict[str, Callable[[], Tokenizer]] = {
+        BytesTokenizer.kind: BytesTokenizer,
+        SentencePieceTokenizer.kind: lambda: SentencePieceTokenizer(files[SENTENCEPIECE_FILE]),
+        "huggingface": hugging_face,
+    }
+    if kind not in kinds:
+        raise ValueError(f"a tokenizer of kind {kind!r}")
+    return kinds[kind]()
 
 
 def shortest_unsigned(vocab_size: int) -> np.dtype:

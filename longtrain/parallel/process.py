@@ -4,6 +4,7 @@
 is really there, so that a run never goes on with other devices than it was written for.
 """
 
+import hashlib
 import importlib.metadata
 import os
 import socket
@@ -184,7 +185,19 @@ def host_count() -> int:
     return len(np.unique(process_allgather(name))) if jax.process_count() > 1 else 1
 
 
-def wait_for_all(name: str) -> None:
+def differing(value: str) -> list[int]:
+    """The processes whose value is not that of process 0. A collective: all processes must call it."""
+    import jax
+    import numpy as np
+    from jax.experimental.multihost_utils import process_allgather
+
+    if jax.process_count() == 1:
+        return []
+    values = process_allgather(np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint32))
+    return np.flatnonzero((values != values[0]).any(axis=1)).tolist()
+
+
+def wait_for_all(name: str, seconds: int = START_SECONDS) -> None:
     """Returns when every process of the cluster has come to the place of this name.
 
     A collective would do, but not wait: gloo's first one fails where a peer comes half a minute late, and the processes
@@ -192,7 +205,7 @@ def wait_for_all(name: str) -> None:
     """
     from orbax.checkpoint.multihost import get_barrier_sync_fn
 
-    get_barrier_sync_fn()(key=name, timeout_ms=1000 * START_SECONDS)
+    get_barrier_sync_fn()(key=name, timeout_ms=1000 * seconds)
 
 
 def leave_cluster(exit_code: int) -> None:
