@@ -77,7 +77,7 @@ def starting_point(
                 "(move the later ones away to go back once more)"
             )
             wanted = "latest"
-        accept = functools.partial(_check_same_run, config, index)
+        accept = functools.partial(_check_same_run, config, prepared, index)
         found = checkpoints.restore(build.state, None if wanted == "latest" else wanted, accept)
         if found is not None:
             state, record = found
@@ -85,6 +85,14 @@ def starting_point(
             say(f"resuming after step {position.step}, at row {position.rows_taken:,}, from {checkpoints.folder}")
             if changed := _changes(record, config):
                 say(_told(changed))
+            if record["data_plan"] != index.fingerprint:  # and data.on_change has it so
+                if config.data.on_change == "restart":
+                    position.rows_taken = 0
+                say(
+                    f"data.on_change = {config.data.on_change}: the data plan is not that checkpoint's, so the order of "
+                    f"the data is a new one from here on, taken from row {position.rows_taken:,}; in this epoch "
+                    "documents may be seen again or not at all"
+                )
             return state, position
     state = build.initial_state()
     if config.checkpoint.init_from is not None:
@@ -153,8 +161,9 @@ def _told(changes: list[Change]) -> str:
     return "changed since that checkpoint: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
 
 
-def _check_same_run(config: Config, index: RowIndex, record: RunRecord) -> None:
-    """Refuses a checkpoint of another model, optimizer or data plan; mesh, length, rates and the like may change."""
+def _check_same_run(config: Config, prepared: Prepared, index: RowIndex, record: RunRecord) -> None:
+    """Refuses a checkpoint of another model or optimizer, or of another data plan unless `data.on_change` allows one;
+    mesh, length, rates and the like may change."""
     fixed = [
         change
         for change in _changes(record, config)
@@ -162,10 +171,14 @@ def _check_same_run(config: Config, index: RowIndex, record: RunRecord) -> None:
     ]
     _refuse(fixed)
     if record["data_plan"] != index.fingerprint:
+        _check_tokenizer(config, prepared, record)
+        if config.data.on_change != "refuse":
+            return
         message = (
             f"the checkpoint was made with data plan {record['data_plan'][:16]}: sources, tokenizer, packing, weights, "
             "sequence_length, run.seed or data.eval_fraction are others here, and going on would repeat or skip "
-            "documents; legal: the same data, or another run.name with checkpoint.init_from set to this run's folder"
+            "documents; legal: the same data, data.on_change=restart or continue, or another run.name with "
+            "checkpoint.init_from set to this run's folder"
         )
         raise ConfigError([Problem("data", f"plan {index.fingerprint[:16]}", message)])
 

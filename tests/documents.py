@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from longtrain.data.hashing import hash_row
+from longtrain.data.rows import RowIndex
+
 
 class Documents:
     """A rows.Corpus of given lengths. Token t of document d is 1000 d + t + 1, so that each says where it is from."""
@@ -20,3 +23,10 @@ class Documents:
 
     def name(self, document: int) -> str:
         return str(document)
+
+
+def batch_hash(index: RowIndex, first: int, count: int) -> str:
+    """The `batch_hash` of rows first..first+count-1, of the rows themselves: before layout, mesh and loader."""
+    rows = ((number, index.row(number)) for number in range(first, first + count))
+    hashes = [hash_row(n, row.tokens, row.targets, row.positions, row.segments, row.weights) for n, row in rows]
+    return f"{sum(hashes) % 2**64:016x}"

@@ -298,6 +298,21 @@ REFUSALS = [
     ("data.sources.1.path=b", "data.sources.1.path", "'1' is no place in a list of 1; legal places: 0 to 0"),
     ("data.sources.0.weight=0", "data.sources.0.weight", "must be a number > 0"),
     ("data.sources=[{path: a}, {path: b, weight: 2}]", "data.sources.0.weight", "give every source a weight, or none"),
+    ("data.length_shares=[{up_to: 9, share: 1}]", "data.length_shares.0.up_to", "must be null, as the last"),
+    (
+        "data.length_shares=[{up_to: 9, share: 1}, {up_to: 9, share: 1}, {up_to: null, share: 1}]",
+        "data.length_shares.1.up_to",
+        "must be a number above 9: the lengths rise",
+    ),
+    (
+        "data.length_shares=[{up_to: null, share: 1}, {up_to: null, share: 1}]",
+        "data.length_shares.0.up_to",
+        "must be a number above 0",
+    ),
+    ("data.length_shares=[{up_to: null, share: 0}]", "data.length_shares.0.share", "must be a number > 0"),
+    ("data.length_shares=[{share: 1}]", "data.length_shares.0.up_to", "required"),
+    ("data.on_change=ignore", "data.on_change", "must be one of refuse, restart, continue"),
+    ("data.on_bad_record=ignore", "data.on_bad_record", "must be one of refuse, skip"),
     ("data.tokenizer=4", "data.tokenizer", "must be bytes, the path of a SentencePiece .model or of a Hugging"),
     ("data.tokenizer={train: bpe, vocab_size: 300}", "data.tokenizer.train", "must be sentencepiece"),
     ("data.tokenizer={train: sentencepiece}", "data.tokenizer.vocab_size", "required: a whole number > 256"),
@@ -683,6 +698,19 @@ def test_run_dir_is_the_named_folder():
 
 
 # --- The declarations, and what ships ---
+
+
+def test_a_limit_on_documents_is_for_rows_that_can_have_one():
+    assert tiny.config("data.documents_per_row=8").data.documents_per_row == 8
+    for packing in ("concat", "one"):
+        with pytest.raises(ConfigError, match=rf"data.documents_per_row = 8: data.packing = {packing} has"):
+            tiny.config("data.documents_per_row=8", f"data.packing={packing}")
+
+
+def test_length_shares_are_read():
+    config_ = tiny.config("data.length_shares=[{up_to: 8192, share: 1}, {up_to: null, share: 2.5}]")
+    assert [(it.up_to, it.share) for it in config_.data.length_shares] == [(8192, 1.0), (None, 2.5)]
+    assert tiny.config("data.length_shares=[]").data.length_shares == ()
 
 
 def test_every_key_is_documented_and_there_are_not_too_many():

@@ -90,3 +90,43 @@ def test_rows_of_long_documents_do_not_cluster():
     of_the_long_one = [row for row in range(packing.rows_per_epoch) if packing.row(row)[0][0] == 0]
     assert len(of_the_long_one) == 100
     assert np.mean(np.diff(of_the_long_one) == 1) < 0.7
+
+
+def test_a_limit_on_the_pieces_of_a_row():
+    random = np.random.default_rng(3)
+    for most in (1, 2, 3, 7):
+        for _ in range(50):
+            row_length = int(random.integers(1, 70))
+            lengths = random.integers(1, 2 * row_length + 1, random.integers(1, 80))
+            packing = pack("best_fit", lengths, row_length, seed_key=1, most=most)
+            rows = [packing.row(row) for row in range(packing.rows_per_epoch)]
+            assert max(map(len, rows)) <= most
+            assert sum(end - start for row in rows for _, start, end in row) == lengths.sum()
+            assert all(0 < sum(end - start for _, start, end in row) <= row_length for row in rows)
+            assert len(rows) <= pack("one", lengths, row_length, seed_key=1).rows_per_epoch
+    assert len(pack("best_fit", np.full(10, 2), 64, 1, most=3).row(0)) == 3
+
+
+def test_rows_are_kept_and_taken_again():
+    kept: dict[str, np.ndarray] = {}
+    asked = []
+
+    def keep(name, make):
+        asked.append(name)
+        if name not in kept:
+            kept[name] = make()
+        return kept[name]
+
+    lengths = np.random.default_rng(1).integers(1, 30, 200)
+
+    def rows(**settings) -> list:
+        packing = pack("best_fit", lengths, settings.pop("row_length", 16), seed_key=1, **settings)
+        return [packing.row(row) for row in range(packing.rows_per_epoch)]
+
+    assert rows(keep=keep) == rows(keep=keep) == rows()
+    assert len(kept) == 1 and len(asked) == 2
+    rows(keep=keep, most=2)
+    rows(keep=keep, row_length=17)
+    lengths = lengths + 1
+    rows(keep=keep)
+    assert len(kept) == 4  # what is kept under a name is of all that it follows from

@@ -225,3 +225,78 @@ def test_the_fingerprint_is_the_plans():
     assert len({plan.fingerprint for plan in plans}) == len(plans)
     assert index_of(AWKWARD, weights=[3.0]).fingerprint == index_of(AWKWARD).fingerprint
     assert index_of(AWKWARD, repeat=False).fingerprint == index_of(AWKWARD).fingerprint
+
+
+def tokens_by_length(index: RowIndex, lengths: list[int], bounds: list[int], rows: int) -> np.ndarray:
+    """Part of the first rows' tokens that documents of each range of lengths give."""
+    found = np.zeros(len(bounds) + 1)
+    for row in range(rows):
+        for document, start, end in index.spans(row):
+            found[np.searchsorted(bounds, lengths[document])] += end - start
+    return found / found.sum()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_shares_of_the_tokens_by_length(packing):
+    lengths = np.random.default_rng(0).integers(1, 400, 300).tolist() + [60, 61, 240, 241]
+    shares = [(60, 1.0), (240, 1.0), (None, 2.0)]
+    index = index_of(lengths, packing, length_shares=shares)
+    found = tokens_by_length(index, lengths, [60, 240], 2000)
+    assert found == pytest.approx([0.25, 0.25, 0.5], abs=0.02)
+    assert index.documents == len(lengths)
+    # Each row holds documents of one range, and each range has every token once before any a second time.
+    for bounds in ((0, 60), (60, 240), (240, 10**6)):
+        of_range = [d for d, n in enumerate(lengths) if bounds[0] < n <= bounds[1]]
+        seen: Counter = Counter()
+        row = 0
+        while sum(seen.values()) < sum(lengths[d] for d in of_range):
+            seen.update((d, t) for d, start, end in index.spans(row) if d in of_range for t in range(start, end))
+            row += 1
+        if packing != "concat":  # which runs on into the next epoch within a row
+            assert set(seen.values()) == {1}
+
+
+def test_shares_by_length_are_of_each_source():
+    lengths = [10, 200] * 50
+    corpus = Documents(lengths, source_of=[0, 0, 1, 1] * 25)
+    index = RowIndex(
+        corpus,
+        packing="best_fit",
+        sequence_length=60,
+        seed=0,
+        weights=[1, 3],
+        length_shares=[(100, 1), (None, 1)],
+    )
+    found: Counter = Counter()
+    for row in range(1000):
+        for document, start, end in index.spans(row):
+            found[corpus.source_of[document], lengths[document]] += end - start
+    total = sum(found.values())
+    for (source, _), tokens in found.items():
+        assert tokens / total == pytest.approx([1, 3][source] / 8, abs=0.02)
+
+
+def test_a_share_that_no_document_can_give_is_refused():
+    with pytest.raises(DataError, match="no document to give it: data.sources, documents of 401 or more tokens"):
+        index_of([5, 300], length_shares=[(100, 1), (400, 1), (None, 1)])
+    with pytest.raises(DataError, match="data.sources source 1, documents of 101 or more tokens"):
+        RowIndex(
+            Documents([5, 300, 5], source_of=[0, 0, 1]),
+            packing="one",
+            sequence_length=60,
+            seed=0,
+            weights=[1, 1],
+            length_shares=[(100, 1), (None, 1)],
+        )
+
+
+def test_limit_and_shares_are_part_of_the_plan_and_change_nothing_where_they_are_not_given():
+    plans = {
+        index_of(AWKWARD).fingerprint,
+        index_of(AWKWARD, documents_per_row=2).fingerprint,
+        index_of(AWKWARD, length_shares=[(60, 1), (None, 1)]).fingerprint,
+        index_of(AWKWARD, length_shares=[(60, 1), (None, 2)]).fingerprint,
+    }
+    assert len(plans) == 4
+    limited = index_of(AWKWARD, documents_per_row=2)
+    assert max(len(limited.spans(row)) for row in range(limited.rows_per_epoch)) == 2

@@ -410,3 +410,24 @@ def _weights(values: Values) -> Iterator[Problem]:
     for key, value in weights.items():
         if given and value is None:
             yield Problem(key, None, f"{given[0]} is {weights[given[0]]}: give every source a weight, or none")
+
+
+@_needs("data.packing", "data.documents_per_row")
+def _documents_per_row(values: Values) -> Iterator[Problem]:
+    packing, limit = values["data.packing"], values["data.documents_per_row"]
+    if limit is not None and packing != "best_fit":
+        has = "one document a row" if packing == "one" else "documents that run on from row to row, as they come"
+        yield Problem("data.documents_per_row", limit, f"data.packing = {packing} has {has}: legal is null")
+
+
+@_needs("data.length_shares.0.up_to")
+def _length_shares(values: Values) -> Iterator[Problem]:
+    found = {key: value for key, value in values.items() if re.fullmatch(r"data\.length_shares\.\d+\.up_to", key)}
+    before = 0
+    for place, (key, value) in enumerate(found.items()):
+        if place == len(found) - 1:
+            if value is not None:
+                yield Problem(key, value, "must be null, as the last: for all that is longer")
+        elif value is None or value <= before:
+            yield Problem(key, value, f"must be a number above {before}: the lengths rise, and only the last is null")
+        before = value or before

@@ -359,6 +359,15 @@ class SourceConfig(Section):
     )
 
 
+class LengthShare(Section):
+    """What part of the tokens documents of some lengths give."""
+
+    up_to: Count | None = Field(
+        description="Documents of at most this many tokens, and more than the share before it; null, in the last: any."
+    )
+    share: Positive = Field(description="Relative share of the tokens, of each source.")
+
+
 class TokenizerTraining(Section):
     """A tokenizer trained on the run's own sources when first needed."""
 
@@ -393,6 +402,14 @@ class DataConfig(Section):
         "a row. "
         "Documents longer than a row go on in later rows.",
     )
+    documents_per_row: Count | None = Field(
+        None, description="Most documents in a row, for best_fit, where a kernel needs a limit; null: no limit."
+    )
+    length_shares: Annotated[tuple[LengthShare, ...], Field(strict=False)] = Field(
+        (),
+        description="Shares of the tokens by length of document, `{up_to, share}` in rising order, the last with "
+        "up_to: null; each length then starts again on its own. Empty: as the documents are.",
+    )
     eval_fraction: BelowOne = Field(0.0, description="Part of the documents that is held out for evaluation.")
     add_bos: bool = Field(True, description="Whether each document starts with the tokenizer's begin token.")
     add_eos: bool = Field(True, description="Whether each document ends with the tokenizer's end token.")
@@ -404,6 +421,11 @@ class DataConfig(Section):
         True,
         description="Whether data that is used up starts again, in another order; false: the run ends, exit "
         "code 3.",
+    )
+    on_change: Literal["refuse", "restart", "continue"] = Field(
+        "refuse",
+        description="What a resumed run does where sources, packing, weights or row length are not its checkpoint's; "
+        "restart: go to the first row of the new order; continue: take its row at the place where the old one was.",
     )
     on_bad_record: Literal["refuse", "skip"] = Field(
         "refuse",

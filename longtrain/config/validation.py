@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -145,7 +145,10 @@ def _field(value: Any, field: FieldInfo, key: str, found: dict[str, Any]) -> Ite
             else:
                 yield Problem(f"{key}.{place}", child, f"must be {legal(item)}")
     elif isinstance(value, list) and item is not None:
-        yield Problem(key, value, f"must not be empty: {legal(kind)}")
+        if any(isinstance(mark, MinLen) for mark in field.metadata):
+            yield Problem(key, value, f"must not be empty: {legal(kind)}")
+        else:
+            found[key] = ()
     else:
         adapter = TypeAdapter(kind, config=None if sections else Section.model_config)
         try:

@@ -5,6 +5,7 @@ spans `(document, start, end)` of the k-th row, for any k from 0 on, in any orde
 
     concat          documents run on from row to row in one endless stream, across epochs too: no padding
     best_fit, one   documents are cut into pieces of at most a row, and pieces are put into rows whole
+                    (a limit on the pieces of a row may close one early)
 
     rows of 10; documents of 14, 5 and 3     concat     AAAAAAAAAA AAAABBBBBC CCA…
                                              best_fit   AAAAAAAAAA BBBBBAAAA. CCC.......
@@ -14,6 +15,7 @@ Each epoch holds every token of every document once. A packing is a pure functio
 key): it keeps no state but a cache of the epochs asked for last.
 """
 
+import hashlib
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -43,8 +45,23 @@ class Packing(Protocol):
         ...
 
 
-def pack(policy: str, lengths_D: np.ndarray, row_length: int, seed_key: int) -> Packing:
-    """The packing named `policy`, one of PACKINGS, over documents of the given lengths (tokens, above 0)."""
+Keep = Callable[[str, Callable[[], np.ndarray]], np.ndarray]
+"""Gives the array of a name: made now, or kept from when it was made before."""
+
+
+def pack(
+    policy: str,
+    lengths_D: np.ndarray,
+    row_length: int,
+    seed_key: int,
+    *,
+    most: int | None = None,
+    keep: Keep | None = None,
+) -> Packing:
+    """The packing named `policy`, one of PACKINGS, over documents of the given lengths (tokens, above 0).
+
+    `most`: pieces in a row, at most, with best_fit. `keep`: where what takes long may be kept for the next time.
+    """
     lengths_D = np.asarray(lengths_D, np.int64)
     if policy == "concat":
         return Stream(lengths_D, row_length, seed_key)
@@ -52,7 +69,13 @@ def pack(policy: str, lengths_D: np.ndarray, row_length: int, seed_key: int) -> 
     lengths_P = pieces[2]
     by_length_P = lengths_P[np.argsort(-lengths_P, kind="stable")]
     if policy == "best_fit":
-        return PackedPieces(pieces, best_fit_decreasing(by_length_P, row_length), seed_key)
+        made_of = hashlib.sha256(by_length_P.astype("<i8").tobytes()).hexdigest()[:16]
+        name = f"best_fit-{made_of}-{row_length}-{most or 'any'}"
+
+        def fit() -> np.ndarray:
+            return best_fit_decreasing(by_length_P, row_length, most)
+
+        return PackedPieces(pieces, keep(name, fit) if keep else fit(), seed_key)
     if policy == "one":
         return PackedPieces(pieces, np.arange(len(by_length_P)), seed_key)
     raise ValueError(f"packing {policy!r} is not one of {', '.join(PACKINGS)}")
@@ -145,8 +168,10 @@ def cut(lengths_D: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray,
     return document_P, start_P, np.minimum(lengths_D[document_P] - start_P, row_length)
 
 
-def best_fit_decreasing(lengths_P: np.ndarray, row_length: int) -> np.ndarray:
+def best_fit_decreasing(lengths_P: np.ndarray, row_length: int, most: int | None = None) -> np.ndarray:
     """The row of each piece, int64 [P], for lengths in falling order: where the least room is left over.
+
+    `most`: pieces of a row; one that has as many is full.
 
     The same rows as the textbook's loop over pieces, but over groups: pieces of one length meet rows of one
     free room together. Time grows with the number of different lengths and not with that of pieces.
@@ -154,22 +179,25 @@ def best_fit_decreasing(lengths_P: np.ndarray, row_length: int) -> np.ndarray:
     row_of_piece_P = np.empty(len(lengths_P), np.int64)
     lengths, counts = np.unique(lengths_P, return_counts=True)
     rooms = _Rooms(row_length)
+    most = most or len(lengths_P)
     rows = placed = 0
     for length, count in zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
             room = rooms.smallest(length)
             if room is None:
                 room = row_length
-                opened = -(-count // (room // length))
-                rooms.add(room, np.arange(rows, rows + opened))
+                opened = -(-count // min(room // length, most))
+                rooms.add(room, 0, np.arange(rows, rows + opened))
                 rows += opened
             # A row with room for several pieces of this length gets them all before any other row does: with
             # each its room shrinks, and it stays the tightest.
-            each = min(room // length, count)
+            held = rooms.held(room)
+            each = min(room // length, most - held, count)
             chosen = rooms.take(room, count // each)
             stop = placed + each * len(chosen)
             row_of_piece_P[placed:stop] = np.repeat(chosen, each)
-            rooms.add(room - each * length, chosen)
+            if held + each < most:
+                rooms.add(room - each * length, held + each, chosen)
             count -= stop - placed
             placed = stop
     return row_of_piece_P
@@ -181,24 +209,29 @@ class _Rooms:
     _WORD = 1024
 
     def __init__(self, row_length: int):
-        self._rows: dict[int, list[np.ndarray]] = {}
+        self._rows: dict[int, list[tuple[int, np.ndarray]]] = {}
         self._words = [0] * (row_length // self._WORD + 1)
         self._nonempty_words = 0
 
-    def add(self, room: int, rows: np.ndarray) -> None:
+    def add(self, room: int, held: int, rows: np.ndarray) -> None:
+        """Put rows with so much room, which hold so many pieces each."""
         if room == 0:
             return  # full: never asked for again
-        self._rows.setdefault(room, []).append(rows)
+        self._rows.setdefault(room, []).append((held, rows))
         word, bit = divmod(room, self._WORD)
         self._words[word] |= 1 << bit
         self._nonempty_words |= 1 << word
 
+    def held(self, room: int) -> int:
+        """The pieces that each of the rows holds which `take` gives next."""
+        return self._rows[room][-1][0]
+
     def take(self, room: int, count: int) -> np.ndarray:
-        """At most `count` of the rows with exactly this room, at least one."""
+        """At most `count` of the rows with exactly this room, at least one, all with as many pieces."""
         stack = self._rows[room]
-        rows = stack.pop()
+        held, rows = stack.pop()
         if len(rows) > count:
-            stack.append(rows[count:])
+            stack.append((held, rows[count:]))
             rows = rows[:count]
         if not stack:
             del self._rows[room]

@@ -23,6 +23,7 @@ from typing import Any
 
 from longtrain.config import Config
 from longtrain.data import disklock, pool, shards, tokenizer_training, tokenizers
+from longtrain.data.files import write_whole
 from longtrain.data.jobs import Job, Piece
 from longtrain.data.prepared import MANIFEST, Prepared
 from longtrain.data.progress import TextProgress
@@ -102,7 +103,7 @@ def _prepared_now(config: Config, request: Request, root: Path, pointer: Path, l
             folder = root / request.folder_name
         if not pointer.exists() or pointer.read_text() != folder.name:
             pointer.parent.mkdir(exist_ok=True)
-            shards.write_whole(pointer, folder.name.encode())
+            write_whole(pointer, folder.name.encode())
         if (folder / MANIFEST).exists():
             prepared = Prepared(folder)
             prepared.verify()
@@ -149,7 +150,7 @@ def _plan(request: Request, partial: Path, log: Log) -> tuple[dict[str, Any], li
     (partial / shards.PARTS).mkdir(parents=True, exist_ok=True)
     asked, jobs = request.content, request.jobs
     cut = [[(piece.source, piece.file, _numbers(piece.part)) for piece in job] for job in jobs]
-    shards.write_whole(partial / _PLAN, json.dumps({"asked": asked, "jobs": cut}).encode())
+    write_whole(partial / _PLAN, json.dumps({"asked": asked, "jobs": cut}).encode())
     return asked, jobs
 
 
@@ -169,7 +170,7 @@ def _tokenizer(config: Config, request: Request, partial: Path, log: Log) -> Tok
         trained = tokenizer_training.train(request.texts(), vocab_size=size, sample_bytes=sample)
         log(f"data: trained it in {time.monotonic() - started:.1f} s")
         check_vocabulary(trained.vocab_size, config)
-        shards.write_whole(kept, trained.model)
+        write_whole(kept, trained.model)
     return tokenizers.load(kept)
 
 

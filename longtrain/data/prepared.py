@@ -7,22 +7,25 @@
     keys.npy            uint64 [D]: a hash of each document's source and name, which decides its split
     names.bin           the documents' names in UTF-8, end to end
     name_offsets.npy    int64 [D + 1]: as offsets, in bytes of names.bin
+    rows/               what row indices that were made of them keep for the next time
     tokenizer.model     the tokenizer, or tokenizer.json with what belongs to it; not there for `bytes`
 
 A document lies whole in one shard. A folder is made under another name and renamed when complete, so a folder
 with a manifest is complete.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from longtrain.data.files import whole
 from longtrain.data.tokenizers import Tokenizer, restore
 from longtrain.errors import DataError
 
@@ -31,6 +34,8 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 TABLES = {"offsets": "<i8", "source_of": "<u2", "keys": "<u8", "name_offsets": "<i8"}
 """The tables and their dtypes."""
+ROWS = "rows"
+"""Folder of what row indices keep: it can be removed at any time."""
 _SHARDS_OPEN = 256
 """Shards mapped at a time: each map is an open file, of which a process mostly may have 1,024."""
 _CHECKSUMMED_BYTES = 1 << 30
@@ -83,6 +88,19 @@ class Prepared:
         shard = int(np.searchsorted(self._shard_starts, first, side="right")) - 1
         base = first - int(self._shard_starts[shard])
         return self._shard(shard)[base + start : base + (stop - first if end is None else end)]
+
+    def keep(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """An array that follows from the tables, kept beside the shards where one may write: see packing.Keep."""
+        path = self.folder / ROWS / f"{name}.npy"
+        try:
+            return np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError):  # not there, or not whole
+            made = make()
+        with contextlib.suppress(OSError):  # a folder that others own, or a full disk: it is only made anew
+            path.parent.mkdir(exist_ok=True)
+            with whole(path) as file:
+                np.save(file, made)
+        return made
 
     def _open_shard(self, number: int) -> np.ndarray:
         path = self.folder / self.manifest["shards"][number]["file"]

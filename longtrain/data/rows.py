@@ -88,16 +88,20 @@ class RowIndex:
         split: Split = "train",
         eval_fraction: float = 0.0,
         weights: Sequence[float] | None = None,
+        length_shares: Sequence[tuple[int | None, float]] = (),
+        documents_per_row: int | None = None,
         repeat: bool = True,
     ):
         """Index the rows of `split`.
 
         `weights`: share of the tokens that each source gives, in any unit; each source then has epochs of its
         own. None: all sources are one, each document once an epoch. `eval_fraction`: part of each source's
-        documents that belongs to the eval split, in every epoch. `repeat`: False ends the rows with the first
-        epoch (with weights: as soon as one source is used up).
+        documents that belongs to the eval split, in every epoch. `length_shares`: (longest, share) in rising order, the
+        last with None for any length: shares of each source's tokens (or of all, without weights) by length of
+        document, each length having epochs of its own. `documents_per_row`: the most, for `best_fit`. `repeat`: False
+        ends the rows with the first epoch (with weights or shares: as soon as one of them is used up).
 
-        Raises DataError where the split holds no document.
+        Raises DataError where the split holds no document, or none for a weight or share.
         """
         if packing not in PACKINGS:
             raise ValueError(f"packing {packing!r} is not one of {', '.join(PACKINGS)}")
@@ -111,6 +115,8 @@ class RowIndex:
             "split": split,
             "eval_fraction": eval_fraction,
             "weights": list(map(float, weights)) if weights is not None and len(weights) > 1 else None,
+            "length_shares": list(map(list, length_shares)),
+            "documents_per_row": documents_per_row,
             "repeat": repeat,
         }
         self.sequence_length = sequence_length
@@ -123,6 +129,10 @@ class RowIndex:
         shares = self._arguments["weights"]
         if shares is None:
             groups, shares = [np.sort(np.concatenate(groups))], [1.0]
+        names = [f"data.sources {path}" for path in corpus.sources] if len(groups) > 1 else ["data.sources"]
+        lengths = np.asarray(corpus.lengths)
+        if length_shares:
+            groups, shares, names = _by_length(groups, shares, names, lengths, length_shares)
         kept = [place for place, documents in enumerate(groups) if len(documents)]
         if not kept:
             raise DataError(
@@ -130,13 +140,20 @@ class RowIndex:
                 f"data.eval_fraction = {eval_fraction} (a source of one document gives it to train)"
             )
         if split == "train" and len(kept) < len(groups):
-            empty = [corpus.sources[place] for place in range(len(groups)) if place not in kept]
-            raise DataError(f"data.sources with a weight but without a document: {', '.join(empty)}")
+            empty = [names[place] for place in range(len(groups)) if place not in kept]
+            raise DataError(f"a share of the tokens but no document to give it: {'; '.join(empty)}")
 
         self._documents = [groups[place] for place in kept]
-        lengths = np.asarray(corpus.lengths)
+        keep = getattr(corpus, "keep", None)
         self._packings: list[Packing] = [
-            pack(packing, lengths[documents], sequence_length, key(order_seed, split == "eval", place))
+            pack(
+                packing,
+                lengths[documents],
+                sequence_length,
+                key(order_seed, split == "eval", place),
+                most=documents_per_row,
+                keep=keep,
+            )
             for place, documents in zip(kept, self._documents, strict=True)
         ]
         # Weights are shares of tokens, but rows are dealt: a source whose rows hold more padding is due more
@@ -167,6 +184,9 @@ class RowIndex:
             split=split,
             eval_fraction=config.data.eval_fraction,
             weights=None if None in weights else [weight for weight in weights if weight is not None],
+            # What is held out is read as it is.
+            length_shares=[(it.up_to, it.share) for it in config.data.length_shares] if split == "train" else (),
+            documents_per_row=config.data.documents_per_row,
             repeat=config.data.repeat and split == "train",
         )
 
@@ -179,6 +199,9 @@ class RowIndex:
         plan = self._arguments | {"corpus": self._corpus.fingerprint, "order": ORDER_VERSION}
         if plan["packing"] != "concat":
             del plan["repeat"]  # whole rows end an epoch anyway; a stream's last row is filled up or not
+        for name in ("length_shares", "documents_per_row"):
+            if not plan[name]:
+                del plan[name]
         return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -227,6 +250,31 @@ class RowIndex:
             pieces.append(Piece(source, corpus.name(document), start, end))
             first = stop
         return Row(tokens, targets, positions, segments, weights, pieces)
+
+
+def _by_length(
+    groups: list[np.ndarray],
+    shares: list[float],
+    names: list[str],
+    lengths: np.ndarray,
+    length_shares: Sequence[tuple[int | None, float]],
+) -> tuple[list[np.ndarray], list[float], list[str]]:
+    """Each group's documents apart by length, with what each part's share is and what to call it."""
+    longest = np.array([np.iinfo(np.int64).max if most is None else most for most, _ in length_shares])
+    total = sum(share for _, share in length_shares)
+    apart: list[np.ndarray] = []
+    for documents in groups:
+        bucket = np.searchsorted(longest, lengths[documents], side="left")
+        apart += [documents[bucket == number] for number in range(len(longest))]
+    called, least = [], 1
+    for most, _ in length_shares:
+        called.append(f"of {least:,} or more tokens" if most is None else f"of {least:,} to {most:,} tokens")
+        least = (most or 0) + 1
+    return (
+        apart,
+        [whole * share / total for whole in shares for _, share in length_shares],
+        [f"{name}, documents {lengths_called}" for name in names for lengths_called in called],
+    )
 
 
 def _rebuild(corpus: Corpus, arguments: dict[str, Any]) -> RowIndex:

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import socket
 import zipfile
 from array import array
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from longtrain.data.files import sync, unfinished, whole
 from longtrain.data.hashing import key
 from longtrain.data.prepared import FORMAT, MANIFEST, TABLES, shard_name
 from longtrain.data.tokenizers import Tokenizer
@@ -53,7 +53,7 @@ class ShardWriter:
     def __init__(self, folder: Path, number: int, dtype: np.dtype):
         """`dtype`: that of the ids. The folder must exist."""
         self._folder, self._number, self._dtype = folder, number, dtype
-        self._unfinished = _partial(folder / shard_name(number))
+        self._unfinished = unfinished(folder / shard_name(number))
         self._file: BinaryIO = open(self._unfinished, "wb")  # noqa: SIM115  open as long as the writer
         self._lengths, self._name_lengths = array("q"), array("q")
         self._source_of, self._keys = array("H"), array("Q")
@@ -90,14 +90,14 @@ class ShardWriter:
 
     def finish(self, counts: Counts) -> None:
         """Put the shard in its place, then its table."""
-        _sync(self._file)
+        sync(self._file)
         self._file.close()
         with open(self._unfinished, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         os.replace(self._unfinished, self._folder / shard_name(self._number))
         about = {"sha256": sha256, "tokens": self._begun, "bytes": self._begun * self._dtype.itemsize}
         table = _table(self._folder, self._number)
-        with _whole(table) as file:
+        with whole(table) as file:
             np.savez(
                 file,
                 lengths=np.array(self._lengths, np.int64),
@@ -187,7 +187,7 @@ def join(folder: Path, count: int, tokenizer: Tokenizer, dtype: np.dtype, descri
         if path.is_file():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-    with _whole(folder / MANIFEST) as file:
+    with whole(folder / MANIFEST) as file:
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return counts
 
@@ -229,32 +229,3 @@ def _as_npy(raw: Path, path: Path, kind: str) -> None:
         while block := numbers.read(1 << 20):
             file.write(block)
     raw.unlink()
-
-
-def _partial(path: Path) -> Path:
-    """A name that no other process, here or on another machine, writes."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is whole and on the disk."""
-    unfinished = _partial(path)
-    try:
-        with open(unfinished, "wb") as file:
-            yield file
-            _sync(file)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears under its name when it is whole."""
-    with _whole(path) as file:
-        file.write(content)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -14,6 +14,10 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 import runs
+from documents import batch_hash
+from longtrain.config import load
+from longtrain.data.prepare import ensure
+from longtrain.data.rows import RowIndex
 from runs import Workspace
 
 EVALUATING = ("eval.every_steps=2",)
@@ -233,3 +237,24 @@ def test_a_profile(workspace: Workspace):
     # What the trace was to show is behind a run that goes on from step 4.
     again = workspace.train("profiled", "metrics.profile=[2,3]", "metrics.tensorboard=false", "run.steps=5")
     assert "metrics.profile = [2, 3]: those steps are done" in again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_change", ["restart", "continue"])
+def test_another_order_of_the_data_where_it_is_asked_for(workspace: Workspace, on_change: str):
+    name, change = f"on-{on_change}", ("data.packing=concat", f"data.on_change={on_change}")
+    workspace.train(name, "run.steps=2")
+    said = workspace.train(name, "run.steps=4", *change)
+    first = 0 if on_change == "restart" else 8
+    assert f"data.on_change = {on_change}: the data plan is not that checkpoint's" in said
+    assert f"taken from row {first}" in said
+    assert "data.on_change =" not in workspace.train(name, "run.steps=6", *change)  # the plan is the newest one's now
+    here = (f"data.prepared_dir={workspace.folder}/prepared", f"data.sources.0.path={workspace.folder}/corpus")
+    config = load(workspace.folder / "config.yaml", [*here, "data.packing=concat"])
+    index = RowIndex.of(config, ensure(config, print), "train")
+    found = [line["batch_hash"] for line in workspace.lines(name)[2:]]
+    assert found == [batch_hash(index, first + 4 * step, 4) for step in range(4)]
+    # Ids of another tokenizer are noise to the weights, whatever the order.
+    vocabulary = json.dumps({"train": "sentencepiece", "vocab_size": 300})
+    text = workspace.train(name, "run.steps=8", f"data.on_change={on_change}", f"data.tokenizer={vocabulary}", code=2)
+    assert "data.tokenizer" in text and "the checkpoint was made with bytes" in text
