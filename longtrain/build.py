@@ -24,7 +24,7 @@ from longtrain.ops import kernels
 from longtrain.ops.kernels.workload import Workload
 from longtrain.parallel import selftest
 from longtrain.parallel.mesh import AXES, make_mesh
-from longtrain.parallel.sharding import ACTIVATION, BATCH_AXES, spec
+from longtrain.parallel.sharding import ACTIVATION, spec
 from longtrain.state import State
 from longtrain.step import make_eval_step, make_train_step
 
@@ -57,18 +57,20 @@ class Build:
             key: jax.ShapeDtypeStruct(rows, jnp.float32 if key == "weights" else jnp.int32, sharding=cut)
             for key in SEQUENCE_KEYS
         }
-        row_cut = NamedSharding(self.mesh, P(BATCH_AXES))
-        return batch | {"row_stats": jax.ShapeDtypeStruct((sequences, ROW_STATS), jnp.uint32, sharding=row_cut)}
+        stats = (sequences, self.mesh.shape["context"], ROW_STATS)
+        return batch | {"row_stats": jax.ShapeDtypeStruct(stats, jnp.uint32, sharding=cut)}
 
     def place(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A hand-made batch in document order, dealt as the layout says, on the devices; the data pipeline has its own.
+
+        Its row statistics are zeros.
 
         Every process of a cluster gives all rows and places the parts of its own devices.
         """
         order_S = self.how.deal.order(self.config.sequence_length)
         placed: dict[str, jax.Array] = {}
         for key, leaf in self.batch(len(rows["tokens"])).items():
-            array = rows[key] if key == "row_stats" else rows[key][:, order_S]
+            array = np.zeros(leaf.shape, leaf.dtype) if key == "row_stats" else rows[key][:, order_S]
             placed[key] = jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
         return placed
 

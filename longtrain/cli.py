@@ -127,6 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     preparing.add_argument("--verify", action="store_true", help="check all that is prepared against its checksums")
     inspect = _config_command(data_commands, "inspect", _data_inspect, "show the rows of a step")
     _step_option(inspect, "the step (default: 1)")
+    inspect.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the rows and the lengths of all documents (.png, .svg, .pdf)"
+    )
     _json_option(inspect)
 
     kept = commands.add_parser("checkpoints", help="what a run has saved, and whether it is whole")
@@ -442,7 +445,7 @@ def _data_inspect(arguments: argparse.Namespace) -> None:
     from longtrain.data import inspect
 
     config = load(arguments.config, arguments.overrides)
-    found, text = inspect.inspect_step(config, arguments.step or 1, log=print)
+    found, text = inspect.inspect_step(config, arguments.step or 1, log=print, picture=arguments.picture)
     print(text)
     _write_json(arguments.json, found)
 

@@ -89,9 +89,9 @@ def starting_point(
                 if config.data.on_change == "restart":
                     position.rows_taken = 0
                 say(
-                    f"data.on_change = {config.data.on_change}: the data plan is not that checkpoint's, so the order of "
-                    f"the data is a new one from here on, taken from row {position.rows_taken:,}; in this epoch "
-                    "documents may be seen again or not at all"
+                    f"data.on_change = {config.data.on_change}: the data plan is not that checkpoint's; from here on "
+                    f"the data has a new order, taken from row {position.rows_taken:,}, and in this epoch documents "
+                    "may be seen again or not at all"
                 )
             return state, position
     state = build.initial_state()

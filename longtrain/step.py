@@ -40,7 +40,7 @@ def _counts(batch: Batch) -> Metrics:
         "padding_tokens": jnp.sum(batch["segments"] == 0, dtype=jnp.int32),
         # A piece of n tokens has positions 0 to n-1, and 1 + 3 + 5 + … (n terms) is n^2.
         "squared_lengths": jnp.sum(jnp.where(batch["segments"] > 0, 2.0 * batch["positions"] + 1.0, 0.0)),
-        "row_stats": jnp.sum(batch["row_stats"], axis=0, dtype=jnp.uint32),
+        "row_stats": jnp.sum(batch["row_stats"], axis=(0, 1), dtype=jnp.uint32),
     }
 
 

@@ -50,9 +50,14 @@ class Workspace:
         (folder / "config.yaml").write_text(yaml.safe_dump(TREE))
 
     def start(
-        self, *arguments: object, environment: dict[str, str] | None = None, largest_file: int | None = None
+        self,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        largest_file: int | None = None,
+        own_group: bool = False,
     ) -> subprocess.Popen[str]:
-        """`longtrain ARGUMENTS`, under way. `largest_file`: bytes beyond which no file can grow."""
+        """`longtrain ARGUMENTS`, under way. `largest_file`: bytes beyond which no file can grow. `own_group`: its
+        process leads a group, to which a signal can be sent."""
         ours = {name: text for name, text in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
         ours |= {
             "PYTHONPATH": str(CHECKOUT),
@@ -67,6 +72,7 @@ class Workspace:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=own_group,
         )
 
     def run(self, *arguments: object, code: int = 0, environment: dict[str, str] | None = None) -> str:

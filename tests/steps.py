@@ -50,7 +50,6 @@ def packed_rows(rows: Sequence[Sequence[int]], length: int, vocabulary: int, see
         "positions": positions,
         "segments": segments,
         "weights": (real & (random.random(shape) < 0.8)).astype(np.float32),
-        "row_stats": np.zeros((len(rows), 7), np.uint32),
     }
 
 
@@ -78,10 +77,9 @@ def place(built: Build, batch: Batch) -> dict[str, jax.Array]:
     """The batch on the devices, in the layout's order."""
     order = built.how.deal.order(built.config.sequence_length)
     specs = built.batch(len(batch["tokens"]))
-    return {
-        key: jax.device_put(array if key == "row_stats" else array[:, order], specs[key].sharding)
-        for key, array in batch.items()
-    }
+    dealt = {key: array[:, order] for key, array in batch.items() if key != "row_stats"}
+    dealt["row_stats"] = batch.get("row_stats", np.zeros(specs["row_stats"].shape, np.uint32))
+    return {key: jax.device_put(array, specs[key].sharding) for key, array in dealt.items()}
 
 
 def in_document_order(built: Build, array_BS: jax.Array) -> np.ndarray:

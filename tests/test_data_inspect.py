@@ -2,11 +2,15 @@
 
 import json
 import re
+import sys
 
+import matplotlib.figure
+import numpy as np
 import pytest
 
 import tiny
 from documents import Documents
+from longtrain.data import pictures
 from longtrain.data.inspect import inspect, inspect_step, render
 from longtrain.data.rows import RowIndex
 from longtrain.errors import ConfigError, DataError
@@ -74,3 +78,30 @@ def test_a_step_of_a_config(tmp_path):
     assert "layout dealt" in text
     with pytest.raises(ConfigError, match="mesh.context = -1"):
         inspect_step(tiny.config(*overrides[:2], "mesh.context=-1"), 1, print)
+
+
+def test_a_picture_of_rows_and_lengths(tmp_path, monkeypatch):
+    (tmp_path / "corpus").mkdir()
+    for number, size in enumerate((10, 150, 30)):
+        (tmp_path / "corpus" / f"{number}.txt").write_text("x" * size)
+    config = tiny.config(f"data.sources.0.path={tmp_path}/corpus", f"data.prepared_dir={tmp_path}/prepared")
+    inspect_step(config, 1, print, picture=tmp_path / "rows.png")
+    data = (tmp_path / "rows.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 10_000
+    for wrong, message in (("rows.bmp", "must end with one of .png"), ("nowhere/rows.png", "cannot be written")):
+        with pytest.raises(ConfigError, match=rf"--picture.*{message}"):
+            inspect_step(config, 1, print, picture=tmp_path / wrong)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"matplotlib.*longtrain\[plot\]"):
+        inspect_step(config, 1, print, picture=tmp_path / "rows.png")
+
+
+def test_the_bars_of_a_picture_are_the_documents():
+    axes = matplotlib.figure.Figure().subplots()
+    found = inspect(index_of(), step=1, sequences=3)
+    pictures._draw_rows(axes, found["rows"])
+    for row, bars in zip(found["rows"], axes.collections, strict=True):
+        edges = [path.vertices[:, 0] for path in bars.get_paths()]
+        widths = [int(edge.max() - edge.min()) for edge in edges]
+        assert widths == [piece["end"] - piece["start"] for piece in row["documents"]]
+        assert [int(edge.min()) for edge in edges] == np.cumsum([0, *widths[:-1]]).tolist()

@@ -116,8 +116,10 @@ def test_row_stats_count_rows_and_the_busiest_of_those_computed_together(sizes, 
     monkeypatch.setattr(layouts.Deal, "work", work)
     deal = layouts.Deal("dealt", mesh.shape["context"])
     batches = closing(batches_of(index, mesh, deal=deal, accumulation=accumulation))
-    stats = np.asarray(next(batches)["row_stats"])
-    assert stats.dtype == np.uint32
+    parts = np.asarray(next(batches)["row_stats"])
+    assert parts.dtype == np.uint32 and parts.shape == (4, mesh.shape["context"], 7)
+    assert not parts[:, 1:, 4:].any()
+    stats = parts.sum(axis=1)
     works = [deal.work(index.row(number).segments) for number in range(4)]
     for number in range(4):
         row = index.row(number)
@@ -139,7 +141,7 @@ def test_row_stats_count_rows_and_the_busiest_of_those_computed_together(sizes, 
 
 
 def batch_hashes(batches: Batches, count: int) -> list[int]:
-    return [from_limbs(np.asarray(next(batches)["row_stats"])[:, :4].sum(axis=0)) for _ in range(count)]
+    return [from_limbs(np.asarray(next(batches)["row_stats"])[..., :4].sum(axis=(0, 1))) for _ in range(count)]
 
 
 def test_the_batch_hash_is_the_same_on_every_mesh_and_layout(closing):
@@ -209,20 +211,33 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
 import test_data_loader as t
 read = []
 row = t.RowIndex.row
-t.RowIndex.row = lambda index, number: read.append(number) or row(index, number)
-batches = t.batches_of(t.index_of(), t.mesh_of(**sizes), prefetch=1)
+def reading(index, number, places):
+    read.append((number % 4, places.tolist()))
+    return row(index, number, places)
+t.RowIndex.row = reading
+batches = t.batches_of(t.index_of(), t.mesh_of(**sizes), layout="zigzag", prefetch=1)
 everywhere = jax.sharding.NamedSharding(batches.mesh, jax.sharding.PartitionSpec())
-total = jax.jit(lambda stats: stats.sum(axis=0), out_shardings=everywhere)
+total = jax.jit(lambda stats: stats.sum(axis=(0, 1)), out_shardings=everywhere)
 hashes = [t.from_limbs(t.np.asarray(total(next(batches)["row_stats"]))[:4]) for _ in range(3)]
 batches.close()
-print(hashes, sorted({number % 4 for number in read}))
+places = sorted({place for _, places in read for place in places})
+print(hashes, sorted({row for row, _ in read}), places)
 """
 
 
+# Of the zigzag layout's 4 shards, the first two hold both ends of a row and the others its middle.
+EVERYWHERE, ENDS, MIDDLE = [*range(64)], [*range(16), *range(48, 64)], [*range(16, 48)]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "places"), [({"data": 2, "context": 2}, ["[0, 1]", "[2, 3]"]), ({"context": 4}, ["[0, 1, 2, 3]"] * 2)]
+    ("sizes", "reads"),
+    [
+        ({"data": 2, "context": 2}, [([0, 1], EVERYWHERE), ([2, 3], EVERYWHERE)]),
+        ({"context": 4}, [([0, 1, 2, 3], ENDS), ([0, 1, 2, 3], MIDDLE)]),
+    ],
+    ids=str,
 )
-def test_two_processes_see_the_same_and_each_reads_the_rows_of_its_devices(sizes, places, closing):
+def test_two_processes_see_the_same_and_each_reads_what_its_devices_hold(sizes, reads, closing):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -238,6 +253,6 @@ def test_two_processes_see_the_same_and_each_reads_the_rows_of_its_devices(sizes
         for number in range(2)
     ]
     expected = batch_hashes(closing(batches_of(index_of(), mesh_of())), 3)
-    for process, held in zip(processes, places, strict=True):
+    for process, (rows, places) in zip(processes, reads, strict=True):
         said, errors = process.communicate(timeout=120)
-        assert said.splitlines()[-1:] == [f"{expected} {held}"], errors
+        assert said.splitlines()[-1:] == [f"{expected} {rows} {places}"], errors

@@ -4,9 +4,14 @@ import inspect
 import json
 import pickle
 
+import numpy as np
 import pytest
+import sentencepiece
 
+import tiny
 from longtrain.data import tokenizer_training, tokenizers
+from longtrain.data.prepare import ensure
+from longtrain.data.rows import RowIndex
 from longtrain.data.tokenizers import BytesTokenizer
 from longtrain.errors import ConfigError, DataError
 
@@ -98,3 +103,25 @@ def test_a_model_file(tmp_path, trained):
             tokenizers.load(tmp_path / name)
     with pytest.raises(DataError, match="none.model: No such file"):
         tokenizers.load(tmp_path / "none.model")
+
+
+def test_the_end_of_a_document_is_a_target_for_a_tokenizer_without_a_pad_piece(tmp_path, trained):
+    """Padding is what has segment 0, and no id: an EOS that also stands for padding elsewhere keeps its loss."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=trained.model)
+    assert model.pad_id() == -1
+    (tmp_path / "a.model").write_bytes(trained.model)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {number} "}}\n' for number in range(9)))
+    config = tiny.config(
+        "model.vocab_size=700",
+        f"data.tokenizer={tmp_path}/a.model",
+        f"data.sources.0.path={tmp_path}/a.jsonl",
+        f"data.prepared_dir={tmp_path}/prepared",
+        "data.packing=one",
+    )
+    index = RowIndex.of(config, ensure(config, print), "train")
+    for number in range(index.rows_per_epoch):
+        row = index.row(number)
+        last = int(np.flatnonzero(row.segments)[-1])
+        assert row.tokens[last] == model.eos_id() and row.weights[last] == 0  # the document ends: nothing follows
+        assert row.targets[last - 1] == model.eos_id() and row.weights[last - 1] == 1
+        assert not row.weights[last:].any() and row.segments[last + 1 :].max() == 0

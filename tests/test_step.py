@@ -96,12 +96,12 @@ def test_the_norm_and_the_rate_are_those_before_clipping(step, state):
 
 def test_metrics_count_what_the_batch_held(step, state):
     given = batch()
-    given["row_stats"] = np.arange(28, dtype=np.uint32).reshape(4, 7)
+    given["row_stats"] = np.arange(28, dtype=np.uint32).reshape(4, 1, 7)
     _, metrics = step(state, given)
     assert metrics["valid_tokens"] == (given["weights"] > 0).sum()
     assert metrics["padding_tokens"] == 39 + 4 + 63
     assert metrics["squared_lengths"] == 64**2 + 5**2 + 20**2 + 30**2 + 30**2 + 1
-    np.testing.assert_array_equal(metrics["row_stats"], given["row_stats"].sum(0))
+    np.testing.assert_array_equal(metrics["row_stats"], given["row_stats"].sum((0, 1)))
     assert metrics["stop_votes"] == 0
 
 

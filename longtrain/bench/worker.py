@@ -80,8 +80,6 @@ def rows(config: Config) -> "dict[str, np.ndarray]":
     """A batch of rows that one document fills, of random tokens."""
     import numpy as np
 
-    from longtrain.data.rowsource import ROW_STATS
-
     shape = B, S = config.batch.sequences, config.sequence_length
     random = np.random.default_rng(config.run.seed)
     tokens, targets = (random.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(2))
@@ -91,7 +89,6 @@ def rows(config: Config) -> "dict[str, np.ndarray]":
         "positions": np.broadcast_to(np.arange(S, dtype=np.int32), shape),
         "segments": np.ones(shape, np.int32),
         "weights": np.ones(shape, np.float32),
-        "row_stats": np.zeros((B, ROW_STATS), np.uint32),
     }
 
 

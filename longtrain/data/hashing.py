@@ -20,7 +20,7 @@ import numpy as np
 
 GAMMA = 0x9E3779B97F4A7C15
 LIMBS = 4
-"""16-bit limbs of a hash: what fits a uint32 with room to add 65,536 rows up."""
+"""16-bit limbs of a hash: what fits a uint32 with room to add 65,536 of them up."""
 
 
 def mix64(words: np.ndarray) -> np.ndarray:
@@ -58,9 +58,13 @@ def hash_row(
     positions_S: np.ndarray,
     segments_S: np.ndarray,
     weights_S: np.ndarray,
+    place_S: np.ndarray | None = None,
 ) -> int:
-    """The row's part of `batch_hash`: int32 arrays and float32 weights, [S], in document order."""
-    place_S = np.arange(len(tokens_S), dtype=np.uint64)
+    """The row's part of `batch_hash`: int32 arrays and float32 weights, [S], in document order.
+
+    `place_S`: the tokens' places in the row, where the arrays hold only some of them; parts of a row add up to it.
+    """
+    place_S = np.arange(len(tokens_S), dtype=np.uint64) if place_S is None else place_S
     state: np.ndarray | int = key(row)
     for high, low in (
         (place_S, tokens_S),

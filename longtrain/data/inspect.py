@@ -1,6 +1,7 @@
 """`data inspect`: the rows of a step as they are trained on, as JSON and as text."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from longtrain import layout as layouts
 from longtrain.config import Config
-from longtrain.data import prepare
+from longtrain.data import pictures, prepare
 from longtrain.data.rows import RowIndex
 from longtrain.data.rowsource import SEQUENCE_KEYS
 from longtrain.errors import ConfigError, Problem
@@ -18,11 +19,14 @@ from longtrain.layout import Deal
 _DOCUMENTS_SHOWN = 12
 
 
-def inspect_step(config: Config, step: int, log: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+def inspect_step(
+    config: Config, step: int, log: Callable[[str], None], *, picture: Path | None = None
+) -> tuple[dict[str, Any], str]:
     """The rows of a step of a run whose batch size never changed: the contract's JSON, and a text for people.
 
-    Prepares the data where needed. Raises DataError where the data ends before that step, ConfigError where
-    the mesh has a -1 for context, which only the devices would tell.
+    `picture`: a file to draw them in, and the lengths of all documents. Prepares the data where needed. Raises
+    DataError where the data ends before that step, ConfigError where the mesh has a -1 for context, which only the
+    devices would tell.
     """
     if config.mesh.context < 1:
         message = "a number is needed to show what each context shard gets, e.g. mesh.context=4"
@@ -40,6 +44,9 @@ def inspect_step(config: Config, step: int, log: Callable[[str], None]) -> tuple
     tokenizer = prepared.tokenizer()
     attention = config.attention
     deal = Deal(layout, config.mesh.context, attention.ulysses_degree, attention.two_way, attention.strategy)
+    if picture is not None:
+        histogram = prepared.manifest["length_histogram"]
+        pictures.draw(picture, found["rows"], histogram, title=f"{config.run.name}, step {step}: {config.data.packing}")
     text = render(found, deal=deal, decode=tokenizer.decode)
     return found, f"{text}\nlayout {layout}: {reason}"
 

@@ -15,7 +15,7 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longtrain.data.processes import start_worker
+from longtrain.data.processes import before_workers, start_worker
 from longtrain.data.rows import RowIndex
 from longtrain.data.rowsource import ROW_STATS, SEQUENCE_KEYS, RowSource, computed_together, row_stats
 from longtrain.errors import DataError
@@ -25,11 +25,11 @@ Batch = dict[str, jax.Array]
 
 
 class Batches:
-    """An iterator of global batches, each process loading only the rows that its devices hold.
+    """An iterator of global batches, each process loading only the rows, and of them the places, that its devices hold.
 
-    A batch has `tokens`, `targets`, `positions`, `segments` (int32) and `weights` (float32), [B, S], sharded
-    over ((data, fsdp), context) and dealt along S, and `row_stats` (uint32 [B, 7], see
-    rowsource.ROW_STATS), sharded over (data, fsdp).
+    A batch has `tokens`, `targets`, `positions`, `segments` (int32) and `weights` (float32), [B, S], dealt along S, and
+    `row_stats` (uint32 [B, C, 7] over C context shards, see rowsource.ROW_STATS), all sharded over
+    ((data, fsdp), context).
 
     `next` raises DataError where a row cannot be made, a worker died, or the rows are used up (on all
     processes at the same batch, whichever rows are theirs). After that, or when done, call `close`.
@@ -53,12 +53,13 @@ class Batches:
         self._index, self._sequences, self._next_row = index, sequences, first_row
         length = index.sequence_length
         self._sharding = NamedSharding(mesh, P(("data", "fsdp"), "context"))
-        self._stats_sharding = NamedSharding(mesh, P(("data", "fsdp")))
-        held = self._sharding.addressable_devices_indices_map((sequences, length)).values()
-        rows_held = [range(sequences)[index[0]] for index in held if index is not None]
-        self._places = sorted(set().union(*rows_held))
+        indices = self._sharding.addressable_devices_indices_map((sequences, length)).values()
+        held = [index for index in indices if index is not None]
+        local = length // mesh.shape["context"]
+        self._places = sorted({place for rows, _ in held for place in range(sequences)[rows]})
+        self._shards = tuple(sorted({range(length)[places].start // local for _, places in held}))
         self._together = computed_together(sequences, mesh.shape["data"] * mesh.shape["fsdp"], accumulation)
-        source = RowSource(index, deal, first_row, sequences, tuple(self._places))
+        source = RowSource(index, deal, first_row, sequences, tuple(self._places), self._shards)
         self._rows = _read_ahead(source, prefetch * len(self._places), workers)
         self._placer = ThreadPoolExecutor(1, thread_name_prefix="place-batch")
         self._placed: Future[Batch] = self._placer.submit(self._place_next)
@@ -87,22 +88,23 @@ class Batches:
         except Exception as error:
             raise DataError(f"the data loader failed: {error}") from error
         self._next_row += self._sequences
-        shape = (self._sequences, self._index.sequence_length)
-        batch = {name: _place(rows, name, shape, self._sharding) for name in SEQUENCE_KEYS}
-        for place, stats in row_stats(rows, self._together).items():
+        for place, stats in row_stats(rows, self._together, self._shards).items():
             rows[place]["row_stats"] = stats
-        batch["row_stats"] = _place(rows, "row_stats", (self._sequences, ROW_STATS), self._stats_sharding)
-        return batch
+        return {name: self._place(rows, name) for name in (*SEQUENCE_KEYS, "row_stats")}
 
+    def _place(self, rows: dict[int, Any], name: str) -> jax.Array:
+        """The global array of which this process's devices get their part of `rows` (by place in the batch)."""
+        shards, length = self.mesh.shape["context"], self._index.sequence_length
+        shape = (self._sequences, shards, ROW_STATS) if name == "row_stats" else (self._sequences, length)
+        each = shape[1] // shards
 
-def _place(rows: dict[int, Any], name: str, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """The global array of which this process's devices get their part of `rows` (by place in the batch)."""
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # jax asks for parts of the devices of this process alone
+            shard = self._shards.index(range(shape[1])[index[1]].start // each)
+            held = [rows[place][name][shard] for place in range(self._sequences)[index[0]]]
+            return np.stack(held).reshape(len(held), each, *shape[2:])
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # jax asks for parts of the devices of this process alone
-        return np.stack([rows[place][name][index[1]] for place in range(*index[0].indices(shape[0]))])
-
-    return jax.make_array_from_callback(shape, sharding, part)
+        return jax.make_array_from_callback(shape, self._sharding, part)
 
 
 def _read_ahead(source: RowSource, rows: int, workers: int) -> grain.DatasetIterator:
@@ -113,6 +115,7 @@ def _read_ahead(source: RowSource, rows: int, workers: int) -> grain.DatasetIter
         return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=rows)))
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain hands absl's flags to its processes; nothing here uses them
+    before_workers()
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=math.ceil(rows / workers))
     one_at_a_time = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return iter(one_at_a_time.mp_prefetch(options, worker_init_fn=start_worker))

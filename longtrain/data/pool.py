@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from longtrain.data.jobs import Job
-from longtrain.data.processes import cores, start_worker
+from longtrain.data.processes import before_workers, cores, start_worker
 from longtrain.data.tokenizing import Stopped, Work, tokenize
 from longtrain.errors import DataError
 
@@ -53,6 +53,7 @@ def run(work: Work, jobs: Sequence[Job], numbers: Sequence[int], show: Show) -> 
             for number in numbers:
                 tokenize(work, number, jobs[number], meter)
         return
+    before_workers()
     with ProcessPoolExecutor(processes, context, _start, (work, meter.counters)) as pool:
         try:
             left: set[Future[None]] = {pool.submit(_job, number, jobs[number]) for number in numbers}

@@ -5,6 +5,10 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+from multiprocessing import resource_tracker
+
+_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What a scheduler or a keyboard sends to the whole group."""
 
 
 def cores() -> int:
@@ -14,7 +18,7 @@ def cores() -> int:
 
 def start_worker(*_: object) -> None:
     """In a worker process: leave signals to the parent, which ends the workers; if it is killed, end too."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a scheduler sends them to the whole group
+    for number in _FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -25,3 +29,13 @@ def start_worker(*_: object) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def before_workers() -> None:
+    """In a parent, before its first worker: start the process that multiprocessing itself keeps beside them, deaf to
+    the same signals. Left alone, it would hear SIGUSR1 and die of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)  # what is blocked stays so in a new process
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

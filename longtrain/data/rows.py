@@ -230,26 +230,37 @@ class RowIndex:
         spans = packed.last_row() if ends else packed.row(number)
         return [(int(documents[document]), start, end) for document, start, end in spans]
 
-    def row(self, row: int) -> Row:
-        """Row `row` of the run, from 0 on. Raises DataError beyond the last row."""
+    def row(self, row: int, place_T: np.ndarray | None = None) -> Row:
+        """Row `row` of the run, from 0 on; or what of it stands at some places, ascending: all [S] are [T] then, and
+        no more tokens are read than that. Raises DataError beyond the last row."""
         corpus = self._corpus
-        tokens, targets, positions, segments = np.zeros((4, self.sequence_length), np.int32)
-        weights = np.zeros(self.sequence_length, np.float32)
+        place_T = np.arange(self.sequence_length) if place_T is None else place_T
+        tokens, targets, positions, segments = np.zeros((4, len(place_T)), np.int32)
+        weights = np.zeros(len(place_T), np.float32)
         pieces = []
         first = 0
         for segment, (document, start, end) in enumerate(self.spans(row), start=1):
-            stop = first + end - start
+            low, high = np.searchsorted(place_T, (first, first + end - start))
+            offset = place_T[low:high] - first
             text = corpus.tokens(document, start, min(end + 1, int(corpus.lengths[document])))
-            predicted = len(text) - 1 if len(text) > end - start else end - start - 1
-            tokens[first:stop] = text[: end - start]
-            targets[first : first + predicted] = text[1 : predicted + 1]
-            weights[first : first + predicted] = 1
-            positions[first:stop] = np.arange(end - start)
-            segments[first:stop] = segment
+            tokens[low:high] = text[offset]
+            following = low + int(np.searchsorted(offset, len(text) - 1))  # the document's last token has no target
+            targets[low:following] = text[offset[: following - low] + 1]
+            weights[low:following] = 1
+            positions[low:high] = offset
+            segments[low:high] = segment
             source = corpus.sources[int(corpus.source_of[document])]
             pieces.append(Piece(source, corpus.name(document), start, end))
-            first = stop
+            first += end - start
         return Row(tokens, targets, positions, segments, weights, pieces)
+
+    def segments(self, row: int) -> np.ndarray:
+        """The segments of a whole row, int32 [S], of which no token is read. Raises DataError beyond the last row."""
+        ends = np.cumsum([end - start for _, start, end in self.spans(row)])
+        place_S = np.arange(self.sequence_length)
+        segments_S = (np.searchsorted(ends, place_S, side="right") + 1).astype(np.int32)
+        segments_S[ends[-1] :] = 0
+        return segments_S
 
 
 def _by_length(

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from longtrain.config import Config, resolve_mesh, with_overrides
-from longtrain.data.rowsource import ROW_STATS
 
 LAYERS, WIDTH, VOCABULARY = 2, 64, 512
 ACCUMULATION = 2
@@ -78,5 +77,4 @@ def batch(config: Config, seed: int = 0) -> Batch:
         "positions": positions,
         "segments": segments,
         "weights": (real & (random.random(shape) < 0.9)).astype(np.float32),
-        "row_stats": np.zeros((B, ROW_STATS), np.uint32),
     }

@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,3 +260,24 @@ def test_another_order_of_the_data_where_it_is_asked_for(workspace: Workspace, o
     vocabulary = json.dumps({"train": "sentencepiece", "vocab_size": 300})
     text = workspace.train(name, "run.steps=8", f"data.on_change={on_change}", f"data.tokenizer={vocabulary}", code=2)
     assert "data.tokenizer" in text and "the checkpoint was made with bytes" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_the_whole_group_finds_the_workers_deaf(workspace: Workspace, number: signal.Signals):
+    """A scheduler and a keyboard signal the loader's processes too: they leave it to the parent, which saves."""
+    name = f"group-{number.name}"
+    overrides = (f"run.name={name}", "run.steps=500", "data.workers=2", "checkpoint.every_steps=1000")
+    process = workspace.start("train", "config.yaml", *overrides, own_group=True)
+    runs.wait_until(lambda: len(workspace.lines(name)) >= 3, process)
+    os.killpg(process.pid, number)
+    said = runs.finish(process, 75)
+    stopped = workspace.lines(name)[-1]["step"]
+    assert f"stopped by {number.name} after step {stopped}" in said
+    assert workspace.checkpoints(name) == [str(stopped)]
+    assert "Traceback" not in said
+    deadline = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):  # and soon none is left of the group
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
