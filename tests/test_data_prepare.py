@@ -15,10 +15,12 @@ import sentencepiece
 
 import tiny
 from longtrain.config import Config
-from longtrain.data import jobs, pool, readers, request, shards, tokenizing
+from longtrain.data import disklock, jobs, pool, readers, request, shards, tokenizing
 from longtrain.data import prepared as prepared_format
+from longtrain.data.packing import PACKINGS
 from longtrain.data.prepare import ensure
 from longtrain.data.prepared import Prepared
+from longtrain.data.rows import RowIndex
 from longtrain.errors import ConfigError, DataError
 
 FILES = ["manifest.json", "tokens-00000.bin", "names.bin"]
@@ -145,6 +147,7 @@ def test_bad_input_leaves_nothing_behind(corpus):
     with pytest.raises(DataError, match=r"bad.txt, line 1: not valid UTF-8"):
         messages(config_of(corpus))
     assert folders(corpus) == []
+    assert os.listdir(corpus.parent / "prepared" / "requests") == []
 
 
 def test_nothing_but_empty_documents(corpus):
@@ -415,3 +418,52 @@ def test_verify_reads_all_when_asked(corpus, monkeypatch):
     prepared.verify()
     with pytest.raises(DataError, match="its checksum"):
         prepared.verify(whole=True)
+
+
+def test_data_of_others_that_one_may_only_read(corpus, monkeypatch):
+    prepared, _ = messages(config_of(corpus))
+    shutil.rmtree(prepared.folder.parent / "requests")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(disklock, "held", lambda *_: pytest.fail("writes a lock"))
+    _, said = messages(config_of(corpus))
+    assert "data: reusing" in said
+    assert not (prepared.folder.parent / "requests").exists()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_documents_of_121_5_and_30_tokens_in_rows_of_60(tmp_path, packing, whole):
+    """BOS and EOS are two of the tokens, or are not there."""
+    (tmp_path / "corpus").mkdir()
+    texts = {}
+    for number, size in enumerate((121, 5, 30)):
+        texts[f"{number}.txt"] = bytes(33 + (7 * number + place) % 90 for place in range(size - 2 * whole))
+        (tmp_path / "corpus" / f"{number}.txt").write_bytes(texts[f"{number}.txt"])
+    config = config_of(
+        tmp_path / "corpus",
+        "sequence_length=60",
+        packing=packing,
+        add_bos=whole,
+        add_eos=whole,
+        repeat=False,
+    )
+    index = RowIndex.of(config, ensure(config, print), "train")
+    seen: dict[str, dict[int, int]] = {name: {} for name in texts}
+    targets = 0
+    rows_of_the_long_one = 0
+    for number in range(index.rows_per_epoch):
+        row = index.row(number)
+        place = 0
+        for piece in row.pieces:
+            for token in range(piece.start, piece.end):
+                assert token not in seen[piece.document]
+                seen[piece.document][token] = int(row.tokens[place])
+                place += 1
+        targets += int(row.weights.sum())
+        rows_of_the_long_one += any(piece.document == "0.txt" for piece in row.pieces)
+    for name, text in texts.items():
+        expected = [256, *text, 257] if whole else [*text]
+        assert [seen[name][token] for token in range(len(expected))] == expected
+    assert targets == 120 + 4 + 29
+    assert rows_of_the_long_one == 3
+    assert index.rows_per_epoch == {"concat": 3, "best_fit": 3, "one": 5}[packing]

@@ -58,12 +58,10 @@ def ensure(config: Config, log: Log, *, process_index: int = 0) -> Prepared:
         folder = _found(root, pointer)
         if folder is None and process_index:
             folder = _found_soon(root, pointer)
-        if folder is not None:
-            prepared = Prepared(folder)
-            prepared.verify()
-            log(f"data: reusing {folder}: {_sizes(prepared.manifest)}")
-        else:
-            prepared = _prepared_now(config, request, root, pointer, log)
+        if folder is None and root.exists() and not os.access(root, os.W_OK):
+            same = root / request.folder_name  # others' data, that one may only read
+            folder = same if (same / MANIFEST).exists() else None
+        prepared = _reused(folder, log) if folder is not None else _prepared_now(config, request, root, pointer, log)
     check_vocabulary(prepared.vocab_size, config)
     _check_ids(prepared, config)
     return prepared
@@ -83,6 +81,13 @@ def _found_soon(root: Path, pointer: Path) -> Path | None:
     while time.monotonic() < deadline and not any(root.glob(".*.lock")) and _found(root, pointer) is None:
         time.sleep(0.1)
     return _found(root, pointer)
+
+
+def _reused(folder: Path, log: Log) -> Prepared:
+    prepared = Prepared(folder)
+    prepared.verify()
+    log(f"data: reusing {folder}: {prepared.manifest['documents']:,} documents, {prepared.manifest['tokens']:,} tokens")
+    return prepared
 
 
 def _prepared_now(config: Config, request: Request, root: Path, pointer: Path, log: Log) -> Prepared:
@@ -105,12 +110,14 @@ def _prepared_now(config: Config, request: Request, root: Path, pointer: Path, l
             pointer.parent.mkdir(exist_ok=True)
             write_whole(pointer, folder.name.encode())
         if (folder / MANIFEST).exists():
-            prepared = Prepared(folder)
-            prepared.verify()
-            log(f"data: reusing {folder}: {_sizes(prepared.manifest)}")
-            return prepared
+            return _reused(folder, log)
         _remove_remains(root, folder, lock)
-        _prepare(config, request, folder, log)
+        try:
+            _prepare(config, request, folder, log)
+        except (ConfigError, DataError):
+            if not _partial(folder).exists():
+                pointer.unlink()  # there is nothing that it could lead to
+            raise
     return Prepared(folder)
 
 
@@ -279,7 +286,3 @@ def _disk_errors(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"data.prepared_dir = {root}: {error.filename or root}: {error.strerror or error}") from error
-
-
-def _sizes(manifest: dict[str, Any]) -> str:
-    return f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens"

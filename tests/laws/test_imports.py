@@ -48,8 +48,11 @@ FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 WITHOUT_JAX = [
     "longtrain.cli",
     "longtrain.config",
+    "longtrain.data.huggingface",
+    "longtrain.data.pool",
     "longtrain.data.prepare",
     "longtrain.data.prepared",
+    "longtrain.data.readers",
     "longtrain.data.sources",
     "longtrain.data.tokenizers",
     "longtrain.flops",
