@@ -96,7 +96,7 @@ def test_permutes_that_lose_data_are_told_by_axis_and_device(broken, sizes, degr
 
 def test_a_run_ends_before_anything_is_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(lax, "ppermute", the_wrong_way)
-    monkeypatch.setattr(trainer.prepare, "ensure", lambda *_, **__: pytest.fail("data was prepared"))
+    monkeypatch.setattr(trainer, "ensure_everywhere", lambda *_, **__: pytest.fail("data was prepared"))
     config = tiny.config(f"run.output_dir={tmp_path}", "mesh.context=4", "mesh.data=2")
     with pytest.raises(ClusterError, match="self-test of permutes"):
         trainer.train(config)

@@ -7,7 +7,8 @@
     anything else               text: the file is one document
 
 Text and JSON lines may be compressed (`.gz`, `.zst`). Text is kept as it is, to the byte: line ends, tabs, a byte order
-mark, NUL. A text file is read in blocks, so it may be of any length; a record of another kind is held whole.
+mark, NUL. Text files are read in blocks and very long lines of JSON as they come, so a document may be of any length; a
+record of another kind is held whole.
 
 What is wrong with one document is a `Bad`, and the reader goes on after it; what is wrong with a file (it cannot be
 opened, its compression is damaged, it has no such column) is a DataError. Both name the file and, where there is one,
@@ -26,12 +27,14 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from longtrain.data import examples
+from longtrain.data import examples, longlines
 from longtrain.data.optional import need
 from longtrain.data.sources import Counted, SourceFile
 from longtrain.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
+_LONG_LINE_BYTES = 1 << 26
+"""A longer line of JSON is not held, but read as it comes."""
 _IDS_AT_ONCE = 1 << 20
 _RECORDS_AT_ONCE = 64
 
@@ -205,15 +208,49 @@ def _json_lines(file: SourceFile, fields: Fields, part: Part, tell: Callable[[in
             place += len(stream.readline()) - 1  # a line that began before is another part's
         while part.stop is None or place < part.stop:
             number += 1
-            try:
-                line = stream.readline()
-            except _DAMAGED as error:
-                raise DataError(f"{file.path}, line {number}: damaged compression: {error}") from error
+            name, where = f"{file.name}:{number}", f"{file.path}, line {number}"
+            line = read = _read_line(stream, _LONG_LINE_BYTES, where)
             if not line:
                 return
             place += len(line)
-            if line.strip():
-                yield _record(line, f"{file.name}:{number}", f"{file.path}, line {number}", fields)
+            if len(line) < _LONG_LINE_BYTES or line.endswith(b"\n"):
+                if line.strip():
+                    yield _record(line, name, where, fields)
+                continue
+
+            def more(where: str = where) -> bytes:
+                nonlocal place, read
+                read = _read_line(stream, _BLOCK_BYTES, where)
+                place += len(read)
+                return read
+
+            if fields.ids is None:
+                yield from _long_record(line, more, name, where, fields)
+                while read and not read.endswith(b"\n"):
+                    more()
+            else:  # a list of numbers is held whole
+                parts = [line]
+                while not parts[-1].endswith(b"\n") and (part_read := more()):
+                    parts.append(part_read)
+                yield _record(b"".join(parts), name, where, fields)
+
+
+def _read_line(stream: BinaryIO, most: int, where: str) -> bytes:
+    try:
+        return stream.readline(most)
+    except _DAMAGED as error:
+        raise DataError(f"{where}: damaged compression: {error}") from error
+
+
+def _long_record(begin: bytes, more: Callable[[], bytes], name: str, where: str, fields: Fields) -> Iterator[Event]:
+    """The text of a line that is too long to be held."""
+    try:
+        for text in longlines.text_of(begin, more, fields.text):
+            yield Text(name, text, last=False)
+    except longlines.NotJson as error:
+        yield Bad(name, f"{where}, a long one: in data.sources text_field = {fields.text!r}: {error}")
+        return
+    yield Text(name, "", last=True)
 
 
 def _record(line: bytes, name: str, where: str, fields: Fields) -> Event:
