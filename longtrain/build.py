@@ -96,7 +96,14 @@ class Build:
 
     def lowered_train_step(self) -> jax.stages.Lowered:
         """The train step of (state, batch, stop votes), traced but not yet compiled; the state is donated."""
-        step = make_train_step(self.graph, self.how, self.optimizer, self.schedule, self.config.batch.accumulation)
+        step = make_train_step(
+            self.graph,
+            self.how,
+            self.optimizer,
+            self.schedule,
+            self.config.batch.accumulation,
+            self.config.guard.spike_deviations,
+        )
         # The state comes out as it went in, so that the next step takes it without a copy.
         cuts = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         votes = jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32, sharding=NamedSharding(self.mesh, P(AXES)))

@@ -5,6 +5,7 @@ data position, the fingerprints of data plan and tokenizer, the resolved config 
 item of their own so that evaluation, generation, export and continued pre-training read nothing else.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -16,9 +17,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from longtrain import digests
+from longtrain.config import CheckpointConfig
 from longtrain.errors import CheckpointError, LongtrainError
+from longtrain.guard import NormHistory
 from longtrain.model import Params
 from longtrain.parallel import process
 from longtrain.state import State
@@ -29,6 +33,7 @@ RunRecord = dict[str, Any]
 """The item `run`, see `resume.run_record`."""
 
 FOLDER = "checkpoints"
+EVAL_LOSS = "eval_loss"
 
 
 class Checkpoints:
@@ -36,17 +41,17 @@ class Checkpoints:
 
     Args:
       run_dir: the run's folder.
-      keep: how many of the newest to keep.
-      verify: whether files are compared with their digests before a restore.
+      config: which are kept, and whether files are compared with their digests before a restore.
       say: takes a line for people.
     """
 
-    def __init__(self, run_dir: Path, *, keep: int, verify: bool, say: Say):
+    def __init__(self, run_dir: Path, config: CheckpointConfig, say: Say):
         self.folder = run_dir.resolve() / FOLDER
-        self._verify, self._say = verify, say
+        self._verify, self._say = config.verify, say
         silence_orbax()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            preservation_policy=_kept(config),
+            best_fn=_goodness if config.keep_best else None,  # without one Orbax writes no metrics
             enable_async_checkpointing=True,
             create=True,
             cleanup_tmp_directories=True,  # what a run that was killed while saving left behind
@@ -70,8 +75,13 @@ class Checkpoints:
                 return run
         return None
 
-    def save(self, step: int, state: State, run: RunRecord) -> None:
+    def save(self, step: int, state: State, run: RunRecord, eval_loss: float | None = None) -> None:
         """Starts saving; returns once the state is copied off the devices, so that the next step may overwrite it.
+
+        What is not to be kept any longer is removed after this one is complete, and not if it fails.
+
+        Args:
+          eval_loss: this step's, if it was evaluated and finite: it decides which are the best.
 
         Raises:
           CheckpointError: when this save cannot start, or the one before it failed.
@@ -83,7 +93,8 @@ class Checkpoints:
             run=ocp.args.JsonSave(run),
         )
         try:
-            saved = self._manager.save(step, args=items, force=True)
+            metrics = None if eval_loss is None else {EVAL_LOSS: eval_loss}
+            saved = self._manager.save(step, args=items, metrics=metrics, force=True)
             self._digester.after(step)
         except Exception as error:  # Orbax lets through whatever the file system or tensorstore raised
             raise CheckpointError(f"{self.folder}/{step}: cannot be saved: {_short(error)}") from error
@@ -136,12 +147,14 @@ class Checkpoints:
         def read() -> tuple[State, RunRecord]:
             run = _run_object(self._manager, step)
             accept(run)
+            there = _as_saved(abstract, run)
             items = ocp.args.Composite(
-                parameters=ocp.args.StandardRestore(abstract.parameters),
-                optimizer=ocp.args.StandardRestore(_without_parameters(abstract)),
+                parameters=ocp.args.StandardRestore(there.parameters),
+                optimizer=ocp.args.StandardRestore(_without_parameters(there)),
             )
             arrays = self._manager.restore(step, args=items)
-            return State(parameters=arrays["parameters"], **arrays["optimizer"]), run
+            state = State(parameters=arrays["parameters"], **arrays["optimizer"])
+            return (state if there is abstract else _as_wanted(state, abstract)), run
 
         return _in_every_process(read)
 
@@ -180,7 +193,42 @@ class Checkpoints:
 
 
 def _without_parameters(state: State) -> dict[str, Any]:
-    return {"step": state.step, "bad_steps": state.bad_steps, "optimizer": state.optimizer}
+    """As item `optimizer`; the history of norms is only there in a run that keeps one."""
+    others = {"step": state.step, "bad_steps": state.bad_steps, "optimizer": state.optimizer}
+    return others if state.norms is None else others | {"norms": state.norms}
+
+
+def _as_saved(abstract: State, run: RunRecord) -> State:
+    """The abstract state with a history of norms if the checkpoint's run kept one: that may change between runs."""
+    has = run["config"]["guard"].get("spike_deviations") is not None
+    if has == (abstract.norms is not None):
+        return abstract
+    everywhere = abstract.step.sharding
+    shapes = jax.eval_shape(NormHistory.empty)
+    norms = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes)
+    return dataclasses.replace(abstract, norms=norms if has else None)
+
+
+def _as_wanted(state: State, abstract: State) -> State:
+    """The restored state without the history of norms that nobody asks for any more, or with a new one."""
+    if abstract.norms is None:
+        return dataclasses.replace(state, norms=None)
+    cuts = jax.tree.map(lambda leaf: leaf.sharding, abstract.norms)
+    return dataclasses.replace(state, norms=jax.jit(NormHistory.empty, out_shardings=cuts)())
+
+
+def _kept(config: CheckpointConfig) -> policies.PreservationPolicy:
+    kept: list[policies.PreservationPolicy] = [policies.LatestN(config.keep)]
+    if config.keep_every is not None:
+        kept.append(policies.EveryNSteps(config.keep_every))
+    if config.keep_best:
+        best = policies.BestN(get_metric_fn=_goodness, n=config.keep_best, keep_checkpoints_without_metrics=False)
+        kept.append(best)
+    return policies.AnyPreservationPolicy(kept)
+
+
+def _goodness(metrics: dict[str, float]) -> float:
+    return -metrics[EVAL_LOSS]
 
 
 def silence_orbax() -> None:

@@ -69,6 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         parsed.overrides = [*parsed.overrides, *rest]
+    parsed.words = list(sys.argv[1:] if arguments is None else arguments)
     return parsed
 
 
@@ -236,11 +237,21 @@ _probability = _number(float, "a number above 0 and at most 1", lambda value: 0 
 
 
 def _started(arguments: argparse.Namespace) -> "Config":
-    """The command's config, with JAX started as it asks: flags first, then the cluster."""
+    """The command's config, with JAX started as it asks: flags first, then the cluster.
+
+    A process of a cluster becomes the supervisor of a worker, which runs the same command, and does not come back."""
     from longtrain.config import load
-    from longtrain.parallel import process
+    from longtrain.parallel import lifeline, process
+    from longtrain.parallel.cluster import find_cluster
 
     config = load(arguments.config, arguments.overrides)
+    cluster = find_cluster(config, os.environ)
+    if lifeline.is_worker():
+        lifeline.hold()
+    elif cluster is not None:
+        from longtrain.supervisor import supervise
+
+        raise SystemExit(supervise(arguments.words, cluster, config.cluster.timeout_seconds))
     flags = process.prepare_environment(config)
     process.join_cluster(config)
     if flags and process.is_first():
@@ -250,9 +261,11 @@ def _started(arguments: argparse.Namespace) -> "Config":
 
 def _train(arguments: argparse.Namespace) -> None:
     config = _started(arguments)
+    from longtrain.parallel import process
     from longtrain.trainer import train
 
-    train(config)
+    with process.naming_lost_peers(config):
+        train(config)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

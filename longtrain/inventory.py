@@ -92,15 +92,15 @@ def _entry(path: Path, losses: dict[int, dict[str, Any]]) -> Entry:
 
 
 def _losses(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """By step, what its lines of metrics.jsonl say; a torn last line says nothing."""
+    """By step, what its lines of metrics.jsonl say; what is no step's line says nothing."""
     lines: dict[int, dict[str, Any]] = {}
     path = run_dir / JSONL
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
-        except ValueError:
-            continue
-        lines.setdefault(line["step"], {}).update(line)
+            lines.setdefault(line["step"], {}).update(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # torn, or no step's
     return lines
 
 

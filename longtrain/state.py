@@ -11,25 +11,29 @@ from jax.sharding import PartitionSpec as P
 
 from longtrain import model
 from longtrain.config import Config
+from longtrain.guard import NormHistory
 from longtrain.model import Params
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """`step`: updates tried so far, int32. `bad_steps`: how many of the last ones in a row were not finite, int32."""
+    """`step`: updates tried so far, int32. `bad_steps`: how many of the last ones in a row were not finite, int32.
+    `norms`: None unless spikes are skipped."""
 
     step: jax.Array
     bad_steps: jax.Array
     parameters: Params
     optimizer: optax.OptState
+    norms: NormHistory | None = None
 
 
 def initial(config: Config, optimizer: optax.GradientTransformation, seed: jax.typing.ArrayLike) -> State:
     """The state before the first step. Compile it with `shardings` as its output's: then nothing is ever whole."""
     parameters = model.initialise(config.model, seed)
     zero = jnp.zeros((), jnp.int32)
-    return State(zero, zero, parameters, optimizer.init(parameters))
+    norms = NormHistory.empty() if config.guard.spike_deviations is not None else None
+    return State(zero, zero, parameters, optimizer.init(parameters), norms)
 
 
 def shardings(state: State, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
@@ -44,4 +48,4 @@ def shardings(state: State, optimizer: optax.GradientTransformation, mesh: Mesh)
         parameters,
         transform_non_params=lambda _: everywhere,
     )
-    return State(everywhere, everywhere, parameters, moments)
+    return State(everywhere, everywhere, parameters, moments, jax.tree.map(lambda _: everywhere, state.norms))

@@ -50,9 +50,11 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     accumulation: int,
+    spike_deviations: float | None = None,
 ) -> Callable[[State, Batch, jax.Array], tuple[State, Metrics]]:
-    """A step that updates the state. If the loss, a gradient or the update is not finite, or the batch is all padding,
-    only the step number and the count of bad steps move."""
+    """A step that updates the state. If the loss, a gradient or the update is not finite, the gradient norm is a spike
+    (see `guard.py`), or the batch is all padding, only the step number, the count of bad steps and the history of norms
+    move."""
 
     def share_of_loss(parameters: Params, batch: Batch, total_weight: jax.Array) -> jax.Array:
         losses_BS = nnx.merge(graph, parameters).losses(batch, how)
@@ -83,7 +85,11 @@ def make_train_step(
         # With the update's own norm, no rate or moment can make a parameter infinite that a checkpoint would keep.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(global_norm(updates))
 
-        take = finite & ~nothing_to_learn
+        spike, norms = jnp.zeros((), bool), state.norms
+        if spike_deviations is not None:
+            assert state.norms is not None  # the state is made from the same config
+            spike, norms = state.norms.judge(norm, spike_deviations)
+        take = finite & ~nothing_to_learn & ~spike
 
         def chosen(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(take, new, old), new, old)
@@ -93,12 +99,14 @@ def make_train_step(
             bad_steps=jnp.where(finite, 0, state.bad_steps + 1),
             parameters=chosen(optax.apply_updates(state.parameters, updates), state.parameters),
             optimizer=chosen(moments, state.optimizer),
+            norms=norms,
         )
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": rate,
             "bad_steps": after.bad_steps,
+            "spike": spike,
             "stop_votes": jnp.sum(stop_votes),
             **_counts(batch),
         }

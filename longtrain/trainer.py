@@ -13,9 +13,10 @@ import jax
 from longtrain import profiling, runlock
 from longtrain.accounting import Accounting, peak_flops
 from longtrain.build import build
-from longtrain.checkpoint import Checkpoints
+from longtrain.checkpoint import EVAL_LOSS, Checkpoints
 from longtrain.compilations import Compilations
 from longtrain.config import Config, to_yaml
+from longtrain.data import inspect
 from longtrain.data.everywhere import ensure_everywhere
 from longtrain.data.loader import Batches
 from longtrain.data.prepare import Prepared
@@ -28,6 +29,7 @@ from longtrain.plan import backends
 from longtrain.resume import Position, run_record, starting_point
 from longtrain.state import State
 from longtrain.stopping import StopRequest
+from longtrain.watchdog import Watchdog
 
 
 def train(config: Config) -> None:
@@ -67,8 +69,7 @@ def train(config: Config) -> None:
 
         if first_process:
             stack.enter_context(runlock.held(config.run_dir, say))
-        keep, verify = config.checkpoint.keep, config.checkpoint.verify
-        checkpoints = Checkpoints(config.run_dir, keep=keep, verify=verify, say=say)
+        checkpoints = Checkpoints(config.run_dir, config.checkpoint, say)
         stack.callback(checkpoints.close)
         state, position = starting_point(built, prepared, index, checkpoints, say)
         if position.step >= config.run.steps:
@@ -109,6 +110,8 @@ def train(config: Config) -> None:
         say(f"MFU is against {peak_source}")
         accounting = Accounting(built, peak, position.tokens_seen)
         stop.started()
+        watchdog = Watchdog(config.guard.step_timeout_seconds)
+        stack.callback(watchdog.close)
         loop = _Loop(
             config,
             prepared,
@@ -122,6 +125,7 @@ def train(config: Config) -> None:
             accounting,
             compilations,
             stop,
+            watchdog,
         )
         loop.run(state, position)
         say(farewell(config))
@@ -132,6 +136,7 @@ class _Flight:
     """A step that was dispatched and whose metrics have not been fetched."""
 
     step: int
+    first_row: int
     sums: dict[str, jax.Array]
     data_wait: float
 
@@ -152,6 +157,8 @@ class _Loop:
     accounting: Accounting
     compilations: Compilations
     stop: StopRequest
+    watchdog: Watchdog
+    _stall: float = 0.0
 
     def run(self, state: State, position: Position) -> None:
         config = self.config
@@ -162,13 +169,14 @@ class _Loop:
         with profiling.traced(config) as trace:
             while position.step < config.run.steps and self._rows_left(position) and not self.stop_agreed:
                 trace.before_step(position.step + 1)
+                self.watchdog.watch(f"step {position.step + 1}", position.step + 1)
                 waiting = time.perf_counter()
                 batch = next(self.batches)
                 waited = time.perf_counter() - waiting
                 state, sums = self.train_step(state, batch, self.stop.votes(self.batches.mesh))
                 position.step += 1
+                previous, flight = flight, _Flight(position.step, position.rows_taken, sums, waited)
                 position.rows_taken += config.batch.sequences
-                previous, flight = flight, _Flight(position.step, sums, waited)
                 if previous is not None:
                     self._log(self._landed(previous))
                 trace.after_step(position.step, sums)
@@ -178,17 +186,19 @@ class _Loop:
                     line = self._landed(flight)
                     flight = None
                     if evaluate and self.evaluate is not None:
+                        self.watchdog.watch(f"the evaluation after step {position.step}", position.step)
                         line |= self.evaluate(state.parameters)
                     # The line is written before the state it belongs to: a checkpoint never lacks its own step's line.
                     self._log(line)
                     if save:
-                        self._save(state, position)
+                        self._save(state, position, line.get(EVAL_LOSS))
                         saved_step = position.step
                     self._clock = time.perf_counter()  # evaluation and saving are no part of a step's time
             if flight is not None:
                 self._log(self._landed(flight))
             if saved_step != position.step:
                 self._save(state, position)
+        self.watchdog.watch(f"the last save, after step {position.step}", position.step)
         self.checkpoints.wait()
         if self.stop_agreed and position.step < config.run.steps:
             raise Preempted(
@@ -213,15 +223,22 @@ class _Loop:
         self.stop_agreed |= bool(sums["stop_votes"])
         line = self.accounting.line(flight.step, sums, compilations=self.compilations.count)
         if bad_steps := int(sums["bad_steps"]):
-            self._tell_bad_step(bad_steps, line)
+            self._tell_bad_step(bad_steps, line, flight.first_row)
+        elif sums["spike"]:
+            deviations = self.config.guard.spike_deviations
+            message = f"step {flight.step}: its gradient norm {line['grad_norm']:.4g} is a spike, nothing was applied"
+            self.progress.say(f"{message} (guard.spike_deviations = {deviations})")
+        if self.config.guard.spike_deviations is not None:
+            line["spike_skipped"] = int(sums["spike"])
         return line
 
-    def _tell_bad_step(self, bad_steps: int, line: dict[str, Any]) -> None:
+    def _tell_bad_step(self, bad_steps: int, line: dict[str, Any], first_row: int) -> None:
         loss, norm = (line[name] if line[name] is not None else "not finite" for name in ("loss", "grad_norm"))
         message = (
             f"step {line['step']}: the loss, a gradient or the update is not finite (loss {loss}, grad_norm {norm}); "
             f"nothing was applied ({bad_steps} in a row; guard.max_bad_steps = {self.config.guard.max_bad_steps}); "
-            f"`longtrain data inspect CONFIG --step {line['step']}` shows its {self.config.batch.sequences} rows"
+            f"`longtrain data inspect CONFIG --step {line['step']}` shows its {self.config.batch.sequences} rows:\n"
+            + inspect.named(self.index, first_row=first_row, sequences=self.config.batch.sequences)
         )
         if bad_steps > self.config.guard.max_bad_steps:
             self._write(line)
@@ -236,13 +253,19 @@ class _Loop:
 
     def _write(self, line: dict[str, Any]) -> None:
         self.accounting.written()
+        line["checkpoint_stall_seconds"], self._stall = self._stall, 0.0
         if self.metrics is not None:
             self.metrics.write(line)
         self.progress.update(line)
 
-    def _save(self, state: State, position: Position) -> None:
+    def _save(self, state: State, position: Position, eval_loss: float | None = None) -> None:
+        self.watchdog.watch(f"the save of step {position.step}", position.step)
         position.tokens_seen = self.accounting.tokens_seen
-        self.checkpoints.save(position.step, state, run_record(self.config, position, self.prepared, self.index))
+        record = run_record(self.config, position, self.prepared, self.index)
+        began = time.perf_counter()
+        self.checkpoints.save(position.step, state, record, eval_loss)
+        # Of the line after: this step's own is written before its checkpoint can be complete.
+        self._stall += time.perf_counter() - began
 
 
 def farewell(config: Config) -> str:

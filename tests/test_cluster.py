@@ -1,9 +1,12 @@
 """Several processes on this machine, joined by `jax.distributed` over loopback, with simulated devices each."""
 
+import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -101,11 +104,62 @@ def test_what_is_wrong_for_all_is_told_by_all(workspace: Workspace):
 
 @pytest.mark.slow
 def test_one_that_fails_alone_keeps_its_code_and_ends_the_others(workspace: Workspace):
-    """Here process 0; the others are ended by JAX's own service, by signal."""
+    """Here process 0; JAX's own service ends the others by signal, which their supervisors put into words."""
     (workspace.folder / "blocked" / "run" / "config.yaml").mkdir(parents=True)
     first, second = start(workspace, 2, "train", "config.yaml", *MESH, "run.output_dir=blocked")
     assert "blocked/run/config.yaml" in runs.finish(first, 5)
-    runs.finish(second, -signal.SIGABRT)
+    assert "a peer died or is stuck: process 0" in runs.finish(second, 6)
+
+
+def worker_of(process: subprocess.Popen[str]) -> int:
+    """The process that a supervisor has started."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stuck"])
+@pytest.mark.parametrize("where", ["in a collective", "between"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_peer_that_is_lost(workspace: Workspace, victim: int, where: str, number: signal.Signals):
+    """Within the set time every process has ended with exit code 6, and the others name the one that was lost."""
+    name = f"lost-{victim}-{number.name}-{where.replace(' ', '-')}"
+    # Between: on the way to the first step, where each compiles for itself and waits for the others.
+    command = ("train", "config.yaml", f"run.name={name}", *MESH, "run.steps=100000", "cluster.timeout_seconds=15")
+    processes = start(workspace, 2, *command)
+    if where == "between":
+        read_until(processes[0], "compiled in" if victim else "an epoch")
+    else:
+        runs.wait_until(lambda: len(workspace.lines(name)) >= 3, processes[0])
+    os.kill(worker_of(processes[victim]), number)
+    began = time.monotonic()
+    said = finish(processes, 6)
+    assert time.monotonic() - began < 60
+    assert f"a peer died or is stuck: process {victim}" in said[1 - victim]
+    own = "ended by SIGKILL" if number == signal.SIGKILL else "no sign of life for 15 s"
+    assert f"process {victim} of 2: its worker" in said[victim] and own in said[victim]
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    while words not in (line := process.stdout.readline()):
+        assert line, process.communicate()
+
+
+@pytest.mark.slow
+def test_a_process_that_never_comes(workspace: Workspace):
+    first, second = start(workspace, 2, "train", "config.yaml", *MESH, "cluster.timeout_seconds=6")
+    second.kill()
+    assert "not all processes came in time" in runs.finish(first, 6)
+
+
+def test_an_address_at_which_nobody_answers(workspace: Workspace):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        for place in (address, "no-such-host.invalid:1234"):
+            cluster = {"JAX_COORDINATOR_ADDRESS": place, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+            text = workspace.run("train", "config.yaml", "cluster.timeout_seconds=1", environment=cluster, code=6)
+            assert f"process 0 does not answer at {place} (JAX's variables)" in text and "tried for 1 s" in text
 
 
 @pytest.mark.slow

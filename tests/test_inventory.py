@@ -26,7 +26,7 @@ def run_dir(tmp_path: Path) -> Path:
         digests.write(folder / name, process=0, processes=1)
     shutil.rmtree(folder / "8" / "optimizer")
     lines = [{"step": 4, "loss": 2.5}, {"step": 4, "eval_loss": 2.75}, {"step": 6, "loss": 2.25}]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 7, "lo'
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '[3]\n{"loss": 1.0}\n{"step": 7, "lo'
     (tmp_path / "run" / "metrics.jsonl").write_text(text)
     return tmp_path / "run"
 

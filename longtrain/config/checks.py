@@ -395,6 +395,13 @@ def _held_out(values: Values) -> Iterator[Problem]:
         yield Problem("data.eval_fraction", values["data.eval_fraction"], message)
 
 
+@_needs("checkpoint.keep_best", "eval.every_steps")
+def _best(values: Values) -> Iterator[Problem]:
+    if values["checkpoint.keep_best"] and values["eval.every_steps"] is None:
+        message = "which is best is told by eval.every_steps = None: never; legal: 0, or evaluations"
+        yield Problem("checkpoint.keep_best", values["checkpoint.keep_best"], message)
+
+
 @_needs("eval.every_steps", "eval.sequences", "mesh.data", "mesh.fsdp")
 def _eval_sequences(values: Values) -> Iterator[Problem]:
     sequences, parts = values["eval.sequences"], _product(values, "mesh.data", "mesh.fsdp")

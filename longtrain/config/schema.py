@@ -231,10 +231,10 @@ class MeshConfig(Section):
 
 
 class ClusterConfig(Section):
-    """How the processes of a run find each other. All three keys or none.
+    """How the processes of a run find each other: address, number and place, all three or none.
 
-    With none of them: what SLURM or the environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID say, else a single process.
+    With none of them: what the environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, a
+    Kubernetes JobSet's (see docs/checkpoints.md) or SLURM's say, else a single process.
     """
 
     coordinator_address: Address | None = Field(
@@ -245,6 +245,11 @@ class ClusterConfig(Section):
     )
     process_id: CountOrZero | None = Field(
         None, description="This process's number, from 0; null: detected from the environment."
+    )
+    timeout_seconds: Count = Field(
+        120,
+        description="Seconds that a process waits for the others to start, and after which one that gives no sign of "
+        "life counts as dead: exit code 6.",
     )
 
 
@@ -445,6 +450,12 @@ class CheckpointConfig(Section):
         1000, description="Steps from a save to the next; the last step is always saved."
     )
     keep: Count = Field(3, description="Newest checkpoints kept.")
+    keep_every: Count | None = Field(
+        None, description="Checkpoints of every such step are kept for ever as well; null: none."
+    )
+    keep_best: CountOrZero = Field(
+        0, description="Checkpoints with the least loss in an evaluation at their own step that are kept as well."
+    )
     restore: Literal["latest", "none"] | Count = Field(
         "latest",
         description="Checkpoint of this run to go on from: the newest complete one, none, or that of a step.",
@@ -502,12 +513,22 @@ class EvalConfig(Section):
 
 
 class GuardConfig(Section):
-    """What a run does about steps that are not finite."""
+    """What a run does about steps that are not finite, spikes, and steps that do not end."""
 
     max_bad_steps: CountOrZero = Field(
         0,
         description="Steps in a row without a finite loss and gradient that are skipped; one more: exit "
         "code 4.",
+    )
+    spike_deviations: Positive | None = Field(
+        None,
+        description="Standard deviations above the running mean of the logarithm of the gradient norm from which on a "
+        "step is skipped as a spike; null: none is.",
+    )
+    step_timeout_seconds: Positive = Field(
+        3600,
+        description="Longest time of a step, an evaluation or a wait for a save; then every stack is shown and the run "
+        "ends, exit code 6.",
     )
 
 
@@ -530,7 +551,7 @@ class Config(Section):
     communication: CommunicationConfig = Field(CommunicationConfig(), description="How devices talk.")
     metrics: MetricsConfig = Field(MetricsConfig(), description="What is written while training.")
     eval: EvalConfig = Field(EvalConfig(), description="Evaluation on the held-out documents.")
-    guard: GuardConfig = Field(GuardConfig(), description="What a run does about steps that are not finite.")
+    guard: GuardConfig = Field(GuardConfig(), description="What a run does about steps that go wrong.")
 
     @property
     def run_dir(self) -> Path:

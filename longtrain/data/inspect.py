@@ -70,6 +70,17 @@ def inspect(index: RowIndex, *, step: int, sequences: int, first_row: int | None
     return {"step": step, "rows": rows}
 
 
+def named(index: RowIndex, *, first_row: int, sequences: int) -> str:
+    """A batch's rows by what they are made of, a line a row: `row 7: corpus/a.txt 0:4096, …` (source, document, tokens
+    of the document, from and to)."""
+    lines = []
+    for number in range(first_row, first_row + sequences):
+        pieces = [f"{piece.source} {piece.document} {piece.start}:{piece.end}" for piece in index.row(number).pieces]
+        more = [f"and {len(pieces) - _DOCUMENTS_SHOWN} more"] if len(pieces) > _DOCUMENTS_SHOWN else []
+        lines.append(f"  row {number}: {', '.join([*pieces[:_DOCUMENTS_SHOWN], *more])}")
+    return "\n".join(lines)
+
+
 def render(found: dict[str, Any], *, deal: Deal, decode: Callable[[list[int]], str] | None = None) -> str:
     """What `inspect` found, for people: each row's documents, padding, and each context shard's share of the
     work.

@@ -4,20 +4,23 @@
 is really there, so that a run never goes on with other devices than it was written for.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
 
 from longtrain.config import Config
 from longtrain.errors import ClusterError, ConfigError, Problem
 from longtrain.parallel import backend
+from longtrain.parallel.cluster import find_cluster, wait_for_coordinator
 
 # Simulated devices share the host's cores, so a peer may be minutes late in a collective without being dead.
 COLLECTIVE_WAIT_SECONDS = 1800
@@ -27,50 +30,6 @@ COLLECTIVE_TIMEOUT_FLAGS_SINCE = (0, 8, 3)
 START_SECONDS = 3600
 # How long process 0, whose end ends all, leaves the others to say what they failed of themselves.
 FAREWELL_SECONDS = 5
-
-JAX_CLUSTER_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """This process's place among the cluster's. `coordinator` None: SLURM's variables tell JAX where it is."""
-
-    coordinator: str | None
-    processes: int
-    process: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.process < self.processes:
-            raise ClusterError(f"process {self.process} of {self.processes}: must be 0 to {self.processes - 1}")
-
-
-def find_cluster(config: Config, environment: Mapping[str, str]) -> Cluster | None:
-    """The cluster this process belongs to, from the config, JAX's own variables or SLURM; None for a single process.
-
-    Raises:
-      ClusterError: when some but not all of the variables are set, one is no number, or the process's is too high.
-    """
-    section = config.cluster
-    if section.coordinator_address is not None:
-        assert section.num_processes is not None and section.process_id is not None  # the config's own check
-        return Cluster(section.coordinator_address, section.num_processes, section.process_id)
-    given = {name: environment[name] for name in JAX_CLUSTER_VARIABLES if environment.get(name)}
-    if given:
-        missing = [name for name in JAX_CLUSTER_VARIABLES if name not in given]
-        if missing:
-            raise ClusterError(f"{', '.join(given)} is set but {', '.join(missing)} is not: set all three or none")
-        try:
-            address, processes, process = (given[name] for name in JAX_CLUSTER_VARIABLES)
-            return Cluster(address, int(processes), int(process))
-        except ValueError as error:
-            raise ClusterError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be whole numbers: {error}") from error
-    try:
-        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-        if tasks > 1:
-            return Cluster(None, tasks, int(environment["SLURM_PROCID"]))
-    except (KeyError, ValueError) as error:
-        raise ClusterError(f"SLURM_STEP_NUM_TASKS is set but SLURM_PROCID cannot be read: {error}") from error
-    return None
 
 
 def jaxlib_version() -> backend.Version:
@@ -142,14 +101,16 @@ def join_cluster(config: Config) -> None:
     cluster = find_cluster(config, os.environ)
     try:
         if cluster is not None:
-            place = cluster.coordinator or "the address that SLURM gives"
-            message = f"joining the cluster at {place} as process {cluster.process} of {cluster.processes}"
-            print(message, file=sys.stderr, flush=True)
+            seconds = config.cluster.timeout_seconds
+            place = f"process {cluster.process} of {cluster.processes}, as {cluster.told_by} say"
+            print(f"joining the cluster at {cluster.coordinator} as {place}", file=sys.stderr, flush=True)
+            wait_for_coordinator(cluster, seconds)
             jax.distributed.initialize(
                 cluster.coordinator,
                 cluster.processes,
                 cluster.process,
-                cluster_detection_method=None if cluster.coordinator else "slurm",
+                initialization_timeout=seconds,
+                heartbeat_timeout_seconds=seconds,
             )
         devices = jax.devices()
     except (RuntimeError, ValueError) as error:
@@ -206,6 +167,59 @@ def wait_for_all(name: str, seconds: int = START_SECONDS) -> None:
     from orbax.checkpoint.multihost import get_barrier_sync_fn
 
     get_barrier_sync_fn()(key=name, timeout_ms=1000 * seconds)
+
+
+def publish(key: str, value: str) -> None:
+    """Tells the other processes of the cluster this process's value under a key, in place of the one before; nothing
+    where there are no others."""
+    if (client := _client()) is not None:
+        import jax
+
+        client.key_value_set(f"{key}/{jax.process_index()}", value, allow_overwrite=True)
+
+
+def published(key: str) -> dict[int, str]:
+    """What each process has published under a key, by its number; nothing where the cluster's service is gone."""
+    import jax
+
+    if (client := _client()) is None:
+        return {}
+    try:
+        return {int(name.rsplit("/", 1)[1]): value for name, value in client.key_value_dir_get(key)}
+    except jax.errors.JaxRuntimeError:
+        return {}
+
+
+def _client() -> Any:
+    """Of JAX's coordination service, which has no public door; None for a single process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+_LOST = re.compile(r"gloo|nccl|nvshmem|connection|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED", re.IGNORECASE)
+"""What the errors of collectives and barriers say when a peer is gone; an array too large says something else."""
+
+
+@contextlib.contextmanager
+def naming_lost_peers(config: Config) -> Iterator[None]:
+    """Where the block fails because a peer is gone, waits for JAX's service to find out which: it ends this process
+    within `cluster.timeout_seconds` and leaves the name to the supervisor.
+
+    Raises:
+      ClusterError: it did not.
+    """
+    import jax
+
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # the second where gloo fails as it is called
+        if jax.process_count() == 1 or not _LOST.search(str(error)):
+            raise
+        lost = f"a peer died or is stuck: {str(error).strip().splitlines()[0]}"
+        print(f"longtrain: {lost}; waiting to be told which", file=sys.stderr, flush=True)
+        time.sleep(config.cluster.timeout_seconds + FAREWELL_SECONDS)
+        raise ClusterError(f"{lost} (JAX's coordination service does not say which)") from error
 
 
 def leave_cluster(exit_code: int) -> None:

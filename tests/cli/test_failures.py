@@ -1,5 +1,6 @@
 """How runs fail: the contract's exit code, words that name the cause, and nothing lost that was saved."""
 
+import json
 import re
 import shutil
 import signal
@@ -58,6 +59,12 @@ def test_a_loss_that_is_not_finite(workspace: Workspace):
     bad = ("optimizer.learning_rate=1e15", "optimizer.warmup_steps=0", "guard.max_bad_steps=2")
     text = workspace.train("nan", *bad, "run.steps=9", code=4)
     assert text.count("is not finite") == 3 and "3 in a row; guard.max_bad_steps = 2" in text
+    # The rows are named as `data inspect` names them, which knows what step 2 was made of.
+    workspace.run("data", "inspect", "config.yaml", "--step", 2, "--json", "rows.json")
+    rows = json.loads((workspace.folder / "rows.json").read_text())["rows"]
+    for number, row in enumerate(rows, start=4):
+        documents = [f"{one['source']} {one['document']} {one['start']}:{one['end']}" for one in row["documents"]]
+        assert f"  row {number}: {', '.join(documents)}\n" in text
     lines = workspace.lines("nan")  # as JSON, which knows no NaN
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["loss"] is not None and [line["loss"] for line in lines[1:]] == [None] * 3
@@ -66,6 +73,42 @@ def test_a_loss_that_is_not_finite(workspace: Workspace):
 
 
 # --- 5 and 2: checkpoints ---
+
+
+@pytest.mark.slow
+def test_what_is_kept(workspace: Workspace):
+    """The newest, every fourth, and the two best, those of the time before a resume included."""
+    kept = ("checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.keep_every=4", "checkpoint.keep_best=2")
+    rising = ("optimizer.learning_rate=3", "eval.every_steps=1")  # so that not just the last are the best
+    for steps in (5, 7):
+        text = workspace.train("kept", *kept, *rising, f"run.steps={steps}")
+    assert "resuming after step 5" in text
+    losses = {line["step"]: line["eval_loss"] for line in workspace.lines("kept")}
+    best = sorted(losses, key=lambda step: losses[step])[:2]
+    assert min(best) < 4
+    assert workspace.checkpoints("kept") == sorted(map(str, {*best, 4, 7}))
+    stalls = [line["checkpoint_stall_seconds"] for line in workspace.lines("kept")]
+    assert stalls[0] == stalls[5] == 0 and all(stall > 0 for stall in (*stalls[1:5], stalls[6]))
+
+
+@pytest.mark.slow
+def test_a_folder_removed_while_running(workspace: Workspace):
+    process = workspace.start("train", "config.yaml", "run.name=removed", "run.steps=100000", "checkpoint.keep=1")
+    runs.wait_until(lambda: len(workspace.lines("removed")) >= 3, process)
+    while workspace.run_dir("removed").exists():
+        shutil.rmtree(workspace.run_dir("removed"), ignore_errors=True)
+    text = runs.finish(process, 5)
+    assert re.search(r"longtrain: \S*runs/removed/checkpoints\S* (cannot|a checkpoint could not)", text)
+
+
+@pytest.mark.slow
+def test_a_history_of_norms_may_come_and_go(workspace: Workspace, copy: str):
+    guarded = "guard.spike_deviations=4"
+    assert "guard.spike_deviations None -> 4.0" in workspace.train(copy, guarded, "run.steps=6")
+    assert [line.get("spike_skipped") for line in workspace.lines(copy)] == [None] * 4 + [0] * 2
+    assert int(workspace.state(copy, 6)["optimizer['norms']['count']"]) == 2
+    assert "resuming after step 6" in workspace.train(copy, "run.steps=8")
+    assert not [name for name in workspace.state(copy, 8) if "norms" in name]
 
 
 @pytest.mark.parametrize("place", ["runs", "runs/blocked", "runs/blocked/checkpoints"])
@@ -80,11 +123,13 @@ def test_a_file_in_the_way(workspace: Workspace, place: str):
 
 def test_a_full_disk(workspace: Workspace, copy: str):
     """Files may not grow beyond a size that metrics and events stay below, and arrays do not."""
-    process = workspace.start("train", "config.yaml", f"run.name={copy}", "run.steps=8", largest_file=64 << 10)
+    process = workspace.start(
+        "train", "config.yaml", f"run.name={copy}", "run.steps=8", "checkpoint.keep=1", largest_file=64 << 10
+    )
     text = runs.finish(process, 5)
     # Not at a line's start: tensorstore's threads write about their own end to the same stderr.
     assert re.search(rf"longtrain: \S*/{copy}/checkpoints.*File too large", text)
-    assert {"2", "4"} <= set(workspace.checkpoints(copy))
+    assert {"2", "4"} <= set(workspace.checkpoints(copy))  # what keep=1 would remove goes once the new one is complete
     assert "resuming after step 4" in workspace.train(copy, "run.steps=6")
 
 
@@ -209,6 +254,23 @@ def test_a_checkpoint_of_another_run(workspace: Workspace, trained: Path, overri
 )
 def test_a_cluster_that_cannot_be(workspace: Workspace, environment: dict[str, str], says: str):
     assert says in workspace.run("train", "config.yaml", environment=environment, code=6)
+
+
+def test_a_step_that_does_not_end(workspace: Workspace, tmp_path: Path):
+    """Here the main thread hangs as it writes the line of step 3."""
+    (tmp_path / "tensorboardX.py").write_text(
+        "import time\n"
+        "class SummaryWriter:\n"
+        "    def __init__(self, *_, **__): pass\n"
+        "    def flush(self): pass\n"
+        "    def add_scalar(self, name, value, step): hang_here(step)\n"
+        "def hang_here(step): time.sleep(600 if step == 3 else 0)\n"
+    )
+    hanging = {"PYTHONPATH": f"{tmp_path}:{runs.CHECKOUT}"}
+    command = ("train", "config.yaml", "run.name=hung", "guard.step_timeout_seconds=6")
+    text = workspace.run(*command, environment=hanging, code=6)
+    assert "step 4 has not ended in 6 s (guard.step_timeout_seconds)" in text and "in hang_here" in text
+    assert workspace.checkpoints("hung") == ["2"]
 
 
 def test_real_devices_that_are_not_there(workspace: Workspace):

@@ -34,6 +34,7 @@ FLOATS = {
     "tokens_per_second_per_device",
     "mfu_causal",
     "data_wait_seconds",
+    "checkpoint_stall_seconds",
 }
 COUNTS = {"step", "valid_tokens", "tokens_seen", "documents", "compilations"}
 EVAL_KEYS = {"eval_loss", "eval_perplexity", "eval_tokens", "eval_documents"}

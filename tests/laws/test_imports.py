@@ -19,7 +19,7 @@ FLOORS = {
     2: ["layout"],
     3: ["ops"],
     4: ["model", "hf", "data"],
-    5: ["optimizer", "state", "lora"],
+    5: ["optimizer", "guard", "state", "lora"],
     6: ["step", "build", "compilations"],
     7: [
         "plan",
@@ -28,7 +28,6 @@ FLOORS = {
         "evaluate",
         "probes",
         "generate",
-        "guard",
         "compare",
         "accounting",
         "difference",
@@ -38,6 +37,7 @@ FLOORS = {
         "runlock",
         "stopping",
         "profiling",
+        "watchdog",
     ],
     8: ["trainer", "doctor", "bench"],
     9: ["cli", "__main__", "supervisor"],
@@ -57,9 +57,12 @@ WITHOUT_JAX = [
     "longtrain.data.tokenizers",
     "longtrain.flops",
     "longtrain.hardware",
+    "longtrain.parallel.cluster",
+    "longtrain.parallel.lifeline",
     "longtrain.parallel.process",
     "longtrain.plan.report",
     "longtrain.plan.targets",
+    "longtrain.supervisor",
 ]
 
 

@@ -27,6 +27,7 @@ OF_THE_PROCESS = (
     "tokens_per_second_per_device",
     "mfu_causal",
     "data_wait_seconds",
+    "checkpoint_stall_seconds",
 )
 
 
