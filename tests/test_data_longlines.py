@@ -33,9 +33,11 @@ def arriving(line: bytes, sizes: random.Random, most: int):
     return begin, lambda: next(rest, b"")
 
 
+@pytest.mark.parametrize("stretch", [2, 1 << 20])
 @pytest.mark.parametrize("ascii_", [True, False], ids=["escaped", "utf-8"])
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_the_text_is_jsons(text, ascii_):
+def test_the_text_is_jsons(text, ascii_, stretch, monkeypatch):
+    monkeypatch.setattr(longlines, "_STRETCH_BYTES", stretch)
     record = {
         "a": [1, {"text": "not this }]"}, "]\\\""],
         "b": {"x": "{", "y": [-1.5e3, None, True]},
@@ -54,8 +56,8 @@ def test_the_text_is_jsons(text, ascii_):
                 begin, more = arriving(line, sizes, most)
                 stretches = list(text_of(begin, more, "text"))
                 assert "".join(stretches) == text
-                for stretch in stretches:
-                    stretch.encode()  # no pair is cut in two
+                for part in stretches:
+                    part.encode()  # no pair is cut in two
 
 
 BROKEN = {

@@ -80,8 +80,10 @@ def test_a_text_file_of_many_blocks(tmp_path, monkeypatch, name):
         assert documents(tmp_path / name) == [(name, text)]
 
 
-def test_lines_that_begin_in_a_part(tmp_path):
+@pytest.mark.parametrize("block", [3, 1 << 20])
+def test_lines_that_begin_in_a_part(tmp_path, monkeypatch, block):
     """However a file is cut, each line is read once, under its own number."""
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", block)
     lines = [json.dumps({"text": "é" * (number % 7)}) for number in range(40)]
     for end in ("\n", ""):
         (tmp_path / "a.jsonl").write_text("\n".join(lines) + end)

@@ -13,6 +13,7 @@ _STRING_END = re.compile(rb'["\\]')
 _NEST = re.compile(rb'["{}\[\]]')
 _PLAIN_END = re.compile(rb"[,}\s]")
 _FIRST_OF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_STRETCH_BYTES = 1 << 20
 _KEY_BYTES = 1 << 16
 """No field's name is longer."""
 
@@ -89,11 +90,13 @@ class _Line:
 
     def string(self) -> Iterator[str]:
         """A string's text in stretches, from behind its first quote on."""
+        most = _STRETCH_BYTES
         while True:
-            match = _STRING_END.search(self.bytes, self.at)
+            end = min(len(self.bytes), self.at + most)
+            match = _STRING_END.search(self.bytes, self.at, end)
             while match and match[0] == b"\\":
-                match = _STRING_END.search(self.bytes, match.end() + 1)
-            stop = match.start() if match else _whole_characters(self.bytes, self.at)
+                match = _STRING_END.search(self.bytes, match.end() + 1, end)
+            stop = match.start() if match else _whole_characters(self.bytes, self.at, end)
             try:
                 text = json.loads(b'"' + self.bytes[self.at : stop] + b'"')
                 text.encode()
@@ -103,13 +106,15 @@ class _Line:
                 raise NotJson("half a surrogate pair") from error
             except ValueError as error:
                 raise NotJson(f"not valid JSON: {error}") from error
+            # Where no place for a cut was found, the next try is with more.
+            most = _STRETCH_BYTES if stop > self.at else 2 * most
             self.at = stop
             if text:
                 yield text
             if match:
                 self.at += 1
                 return
-            if not self.more():
+            if end == len(self.bytes) and not self.more():
                 raise NotJson("a string does not end")
 
 
@@ -153,12 +158,11 @@ def text_of(begin: bytes, read: Callable[[], bytes], field: str) -> Iterator[str
         raise NotJson(f"no field {field!r}; the fields are {', '.join(map(repr, seen)) or 'none'}")
 
 
-def _whole_characters(data: bytes, start: int) -> int:
-    """Where to cut a string that goes on, so that no character is cut: neither UTF-8's, nor an escape, nor a pair of
-    them. Its last characters may be left to the next stretch."""
-    stop = len(data)
+def _whole_characters(data: bytes, start: int, stop: int) -> int:
+    """Where to cut a string, at `stop` or before, so that no character is cut: neither UTF-8's, nor an escape, nor a
+    pair of them. Its last characters may be left to the next stretch."""
     # An escape is at most 6 bytes, a pair of them 12: the cut is before the first backslash within that reach.
-    escape = data.find(b"\\", max(start, stop - 12))
+    escape = data.find(b"\\", max(start, stop - 12), stop)
     if escape >= 0:
         stop = escape
         if _FIRST_OF_PAIR.fullmatch(data, max(start, stop - 6), stop):

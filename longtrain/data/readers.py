@@ -33,7 +33,7 @@ from longtrain.data.sources import Counted, SourceFile
 from longtrain.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
-_LONG_LINE_BYTES = 1 << 26
+_LONG_LINE_BYTES = 1 << 24
 """A longer line of JSON is not held, but read as it comes."""
 _IDS_AT_ONCE = 1 << 20
 _RECORDS_AT_ONCE = 64
@@ -203,9 +203,11 @@ def _json_lines(file: SourceFile, fields: Fields, part: Part, tell: Callable[[in
     number = part.first_line - 1
     with _opened(file, tell) as stream:
         place = part.start
-        if place:
+        if place:  # a line that began before is another part's
             stream.seek(place - 1)
-            place += len(stream.readline()) - 1  # a line that began before is another part's
+            place += len(read := stream.readline(_BLOCK_BYTES)) - 1
+            while read and not read.endswith(b"\n") and (part.stop is None or place < part.stop):
+                place += len(read := stream.readline(_BLOCK_BYTES))
         while part.stop is None or place < part.stop:
             number += 1
             name, where = f"{file.name}:{number}", f"{file.path}, line {number}"
