@@ -1,6 +1,7 @@
 """Several processes on this machine, joined by `jax.distributed` over loopback, with simulated devices each."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -194,3 +195,19 @@ def test_on_disks_of_their_own_each_prepares_the_same(workspace: Workspace, alon
     (other / "a.txt").write_text("another text " * 500)
     for text in run("others", (corpus, str(other)), 3):
         assert "processes 1 have other data than process 0 in data.prepared_dir = disk-" in text
+
+
+@pytest.mark.slow
+def test_data_that_ends_ends_for_all_at_the_same_step(workspace: Workspace):
+    """About 15 rows in batches of 4, an epoch and no more: the last whole batch is the third."""
+    command = ("train", "config.yaml", *MESH, "run.name=ends", "data.repeat=false", "run.steps=50")
+    for text in finish(start(workspace, 2, *command), 3):
+        assert re.search(r"the data is exhausted: the train split has \d+ rows, \d+ are taken", text)
+    lines = workspace.lines("ends")
+    config = load(
+        workspace.folder / "config.yaml",
+        [f"data.prepared_dir={workspace.folder}/prepared", f"data.sources.0.path={workspace.folder}/corpus"],
+    )
+    rows = RowIndex.of(config, ensure(config, print), "train").rows_per_epoch
+    assert [line["step"] for line in lines] == list(range(1, rows // 4 + 1))
+    assert workspace.checkpoints("ends")[-1] == str(rows // 4)
