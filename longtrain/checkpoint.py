@@ -299,11 +299,7 @@ def restore_parameters(
     silence_orbax()
     folder = folder_of(run_dir)
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        steps = sorted(manager.all_steps())
-        if not steps or (step is not None and step not in steps):
-            asked = f"of step {step}" if step is not None else "at all"
-            raise CheckpointError(f"{folder}: no complete checkpoint {asked}; there are: {steps}")
-        step = steps[-1] if step is None else step
+        step = _step_of(manager, folder, step)
         if verify:
             verified, reason = _verified(folder / str(step), ("parameters", "run"))
             if verified is None:
@@ -320,3 +316,32 @@ def restore_parameters(
             raise CheckpointError(f"{folder}/{step}: cannot be read: {_short(error)}") from error
     say(f"weights of step {step} from {folder}")
     return parameters, run
+
+
+def _step_of(manager: ocp.CheckpointManager, folder: Path, step: int | None) -> int:
+    """The step asked for, or the newest. Raises CheckpointError when it is not there."""
+    steps = sorted(manager.all_steps())
+    if not steps or (step is not None and step not in steps):
+        asked = f"of step {step}" if step is not None else "at all"
+        raise CheckpointError(f"{folder}: no complete checkpoint {asked}; there are: {steps}")
+    return steps[-1] if step is None else step
+
+
+def verified_weights(run_dir: Path, step: int | None, say: Say) -> tuple[Path, RunRecord]:
+    """The folder of the weights of a run's step (None: its newest), compared with their digests, and its run object.
+
+    Raises:
+      CheckpointError: when there is no such checkpoint or it is not what was written.
+    """
+    silence_orbax()
+    folder = folder_of(run_dir)
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        step = _step_of(manager, folder, step)
+        verified, reason = _verified(folder / str(step), ("parameters", "run"))
+        if verified is None:
+            raise CheckpointError(f"{folder}/{step}: cannot be read: {reason}")
+        say(f"checkpoint {folder}/{step}: {verified}")
+        record, reason = _in_every_process(functools.partial(_run_object, manager, step))
+        if record is None:
+            raise CheckpointError(f"{folder}/{step}: cannot be read: {reason}")
+    return folder / str(step) / "parameters", record

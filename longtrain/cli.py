@@ -142,6 +142,23 @@ def _parser() -> argparse.ArgumentParser:
     _json_option(kept)
     kept.set_defaults(run=_checkpoints)
 
+    convert = commands.add_parser("convert", help="weights in and out of Hugging Face folders")
+    ways = convert.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    into = ways.add_parser("from-hf", help="a Llama folder to a run folder that training starts from")
+    into.description = "Makes a run folder of a Hugging Face Llama folder, for checkpoint.init_from."
+    into.add_argument("source", metavar="DIR", type=Path, help="config.json, safetensors files, tokenizer files")
+    into.add_argument("--to", metavar="DIR", type=Path, required=True, help="the run folder to make")
+    into.add_argument("--vocab-size", metavar="N", type=_positive, help="pad embedding and head with zeros to N rows")
+    into.set_defaults(run=_convert_from_hf)
+    out = ways.add_parser("to-hf", help="a run's checkpoint to a folder that transformers loads")
+    out.description = "Makes a Hugging Face Llama folder of a run's checkpoint."
+    out.add_argument("source", metavar="RUN", type=Path, help="the run's folder")
+    out.add_argument("--to", metavar="DIR", type=Path, required=True, help="the folder to make")
+    out.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the run's model.param_dtype")
+    out.add_argument("--vocab-size", metavar="N", type=_positive, help="keep N rows of a padded embedding and head")
+    out.add_argument("--step", type=_step, metavar="N", help="the checkpoint of this step (default: the newest)")
+    out.set_defaults(run=_convert_to_hf)
+
     bench = commands.add_parser("bench", help="time what the cluster can do")
     bench_commands = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
     collectives = bench_commands.add_parser(
@@ -232,6 +249,7 @@ def _number(kind: type[int] | type[float], legal: str, holds: Callable[[float], 
 
 
 _positive = _number(int, "a whole number of at least 1", lambda value: value >= 1)
+_step = _number(int, "a whole number of at least 0", lambda value: value >= 0)
 _not_negative = _number(float, "a number of at least 0", lambda value: 0 <= value < float("inf"))
 _probability = _number(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
@@ -375,6 +393,25 @@ def _checkpoints(arguments: argparse.Namespace) -> None:
     _write_json(arguments.json, told)
     if failed:
         raise CheckFailed(f"--verify: {', '.join(failed)}: not what was written, or not known to be")
+
+
+def _convert_from_hf(arguments: argparse.Namespace) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # files are read and written, no device is used
+    from longtrain import convert
+
+    convert.from_hf(arguments.source, arguments.to, vocab_size=arguments.vocab_size, say=_say)
+
+
+def _convert_to_hf(arguments: argparse.Namespace) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from longtrain import convert
+
+    options = {"dtype": arguments.dtype, "vocab_size": arguments.vocab_size}
+    convert.to_hf(arguments.source, arguments.step, arguments.to, **options, say=_say)
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
 
 
 def _bench_collectives(arguments: argparse.Namespace) -> None:

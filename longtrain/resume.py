@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import longtrain
+from longtrain import hf
 from longtrain.build import Build
 from longtrain.checkpoint import Checkpoints, RunRecord, Say, restore_parameters
-from longtrain.config import Config
+from longtrain.config import Config, huggingface
+from longtrain.data import tokenizers
 from longtrain.data.prepare import Prepared
 from longtrain.data.rows import RowIndex
-from longtrain.errors import ConfigError, Problem
+from longtrain.errors import CheckpointError, ConfigError, Problem
 from longtrain.model import Params
 from longtrain.state import State
 
@@ -96,7 +98,11 @@ def starting_point(
             return state, position
     state = build.initial_state()
     if config.checkpoint.init_from is not None:
-        parameters, _ = load_weights(build, prepared, Path(config.checkpoint.init_from), step=None, say=say)
+        folder = huggingface.folder_of(config.checkpoint.init_from)
+        if folder is not None:
+            parameters = load_hf_weights(build, prepared, folder, say)
+        else:
+            parameters, _ = load_weights(build, prepared, Path(config.checkpoint.init_from), step=None, say=say)
         state = dataclasses.replace(state, parameters=parameters)
     return state, Position()
 
@@ -122,6 +128,38 @@ def load_weights(
 
     verify = build.config.checkpoint.verify
     return restore_parameters(run_dir, build.state.parameters, step=step, verify=verify, accept=accept, say=say)
+
+
+def load_hf_weights(build: Build, prepared: Prepared, folder: Path, say: Say) -> Params:
+    """The weights of a Hugging Face folder, read as the mesh shards them.
+
+    Raises:
+      CheckpointError: when the folder is not whole, or holds another model than the config's.
+      ConfigError: when its tokenizer.json is not the config's tokenizer.
+    """
+    try:
+        theirs = huggingface.model_keys(folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    weights = hf.Weights(folder, hf.shapes_of(build.state.parameters), theirs["vocab_size"])
+    _check_hf_tokenizer(build.config, prepared, folder, say)
+    rope = build.config.model.rope.model_dump(mode="json")
+    if changed := list(_differences({"rope": theirs["rope"]}, {"rope": rope}, "model")):
+        say(_told(changed))
+    parameters = weights.parameters(build.state.parameters)
+    say(f"weights of {folder}, {', '.join(sorted(weights.dtypes))} there")
+    return parameters
+
+
+def _check_hf_tokenizer(config: Config, prepared: Prepared, folder: Path, say: Say) -> None:
+    ours = prepared.manifest["tokenizer"]
+    file = tokenizers.SENTENCEPIECE_FILE if ours["kind"] == "sentencepiece" else tokenizers.HUGGING_FACE_FILE
+    if not (folder / file).is_file():
+        say(f"NOT COMPARED: the tokenizer of {folder}, which has no {file}, with data.tokenizer, a {ours['kind']}")
+        return
+    if tokenizers.load(folder / file).fingerprint != ours["fingerprint"]:
+        message = f"is not the one that the weights were trained with; legal: {folder / file}"
+        raise ConfigError([Problem("data.tokenizer", config.model_dump()["data"]["tokenizer"], message)])
 
 
 def _went_back_before(checkpoints: Checkpoints, wanted: int) -> bool:
@@ -186,11 +224,13 @@ def _check_same_run(config: Config, prepared: Prepared, index: RowIndex, record:
 def _check_tokenizer(config: Config, prepared: Prepared, record: RunRecord) -> None:
     """Refuses weights that were trained on the ids of another tokenizer: to them, these would be noise."""
     old, new = record["tokenizer"], prepared.manifest["tokenizer"]["fingerprint"]
+    if old is None:  # weights converted from a folder without one
+        return
     if old != new:
         legal = (
             "bytes"
             if old == "bytes"
-            else f"the same sources, where it was trained on them, or its file, {record['prepared']}/tokenizer.model"
+            else f"the same sources, where it was trained on them, or its file, in {record['prepared'] or 'tokenizer/'}"
         )
         message = f"gives tokenizer {new}, the checkpoint was made with {old}; legal: {legal}"
         raise ConfigError([Problem("data.tokenizer", config.model_dump()["data"]["tokenizer"], message)])

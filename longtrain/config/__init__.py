@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from longtrain.config import reading
+from longtrain.config import huggingface, reading
 from longtrain.config.checks import BYTES_VOCABULARY, cross_problems, resolve_mesh
 from longtrain.config.schema import (
     AttentionConfig,
@@ -121,18 +121,26 @@ def _resolve(tree: dict[str, Any], overrides: Iterable[str], source: str) -> tup
             tree = reading.apply_override(tree, override)
         except ConfigError as error:
             problems += error.problems
-    unknown_preset = None
+    unreadable = False
     if (preset := _preset(tree)) in reading.preset_names():
         tree = reading.merge(reading.read_preset(preset), tree)
     elif preset is not None:
         legal = ", ".join(reading.preset_names())
-        unknown_preset = Problem("model.preset", preset, f"no such preset; legal: {legal}")
-        problems.append(unknown_preset)
+        problems.append(Problem("model.preset", preset, f"no such preset; legal: {legal}"))
+        unreadable = True
+    try:
+        theirs = _model_of_folder(tree)
+    except ValueError as error:
+        problems.append(Problem("checkpoint.init_from", _value(tree, "checkpoint", "init_from"), str(error)))
+        unreadable = True
+    else:
+        problems += _conflicts(tree, theirs)
+        tree = reading.merge(theirs, tree)
     set_by = {key: leaf.origin for key, leaf in reading.leaves(tree)}
 
     values, key_problems = validate(reading.values(tree))
     problems += [*key_problems, *cross_problems(values)]
-    if unknown_preset:  # what it would have set is not missing besides
+    if unreadable:  # what it would have set is not missing besides
         problems = [problem for problem in problems if not _is_missing_size(problem)]
     if problems:
         raise ConfigError([_located(problem, set_by, source) for problem in problems], source=source)
@@ -142,9 +150,49 @@ def _resolve(tree: dict[str, Any], overrides: Iterable[str], source: str) -> tup
 
 def _preset(tree: dict[str, Any]) -> Any:
     """The name that `model.preset` gives, if it gives one."""
-    model = tree.get("model")
-    leaf = model.get("preset") if isinstance(model, dict) else None
-    return leaf.value if isinstance(leaf, reading.Leaf) and isinstance(leaf.value, str) else None
+    name = _value(tree, "model", "preset")
+    return name if isinstance(name, str) else None
+
+
+def _value(tree: dict[str, Any], section: str, name: str) -> Any:
+    """The value of `section.name`, None where it is not there or no leaf."""
+    inner = tree.get(section)
+    leaf = inner.get(name) if isinstance(inner, dict) else None
+    return leaf.value if isinstance(leaf, reading.Leaf) else None
+
+
+def _model_of_folder(tree: dict[str, Any]) -> dict[str, Any]:
+    """The `model` that `checkpoint.init_from: hf:DIR` takes from DIR, to lie beneath all; empty where it is none such.
+
+    A folder that is not there is no problem to a config that needs nothing of it: a run that has begun goes on without.
+
+    Raises:
+      ValueError: when its config.json cannot be read or is of another architecture.
+    """
+    init_from = _value(tree, "checkpoint", "init_from")
+    folder = huggingface.folder_of(init_from)
+    model = tree.get("model", {})
+    has_all = isinstance(model, dict) and model.keys() >= _SIZES
+    if folder is None or has_all and not folder.exists():
+        return {}
+    return {"model": reading.with_origin(huggingface.model_keys(folder), str(init_from))}
+
+
+_SIZES = {name for name, field in ModelConfig.model_fields.items() if field.is_required()}
+
+
+def _conflicts(tree: dict[str, Any], theirs: dict[str, Any]) -> list[Problem]:
+    """What of `model` is given and is another in the folder: all but a longer vocabulary (padding), rope and dtypes."""
+    found = []
+    for name, leaf in theirs.get("model", {}).items():
+        given = _value(tree, "model", name)
+        if name == "rope" or given is None or given == leaf.value:
+            continue
+        padded = name == "vocab_size" and isinstance(given, int | float) and given > leaf.value
+        if not padded:
+            message = f"the weights of {leaf.origin} have {leaf.value!r}: leave the key out, or take other weights"
+            found.append(Problem(f"model.{name}", given, message))
+    return found
 
 
 def _is_missing_size(problem: Problem) -> bool:

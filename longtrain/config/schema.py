@@ -467,9 +467,9 @@ class CheckpointConfig(Section):
     )
     init_from: Text | None = Field(
         None,
-        description="Run folder from whose newest checkpoint a run that has none takes its weights (those "
-        "alone); "
-        "relative to the working directory; null: random weights.",
+        description="Where a run that has no checkpoint takes its weights from (those alone): a run folder, of whose "
+        "checkpoints the newest; or hf:DIR, a Hugging Face Llama folder, which also sets `model` (its rope may be "
+        "changed, its vocabulary padded); relative to the working directory; null: random weights.",
     )
 
 

@@ -40,6 +40,7 @@ def shrunk(config: Config) -> Config:
         "memory.loss_chunk": min(config.memory.loss_chunk, local // 2),
         "eval.sequences": devices,
         "data.tokenizer": "bytes",
+        "checkpoint.init_from": "null",  # weights of another size
     }
     if config.memory.mlp_chunk is not None:
         sizes["memory.mlp_chunk"] = local // 2

@@ -29,6 +29,7 @@ FLOORS = {
         "probes",
         "generate",
         "compare",
+        "convert",
         "accounting",
         "difference",
         "digests",
@@ -36,6 +37,7 @@ FLOORS = {
         "resume",
         "runlock",
         "stopping",
+        "stored",
         "profiling",
         "watchdog",
     ],
@@ -48,6 +50,7 @@ FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 WITHOUT_JAX = [
     "longtrain.cli",
     "longtrain.config",
+    "longtrain.config.huggingface",
     "longtrain.data.huggingface",
     "longtrain.data.pool",
     "longtrain.data.prepare",
