@@ -4,8 +4,8 @@
 #   ./scripts/launch_local.sh 2 longtrain train CONFIG [key=value …]
 #
 # They find each other through JAX's own variables, as anywhere else. SIGTERM, SIGUSR1 and SIGINT go on to all of them.
-# When one has failed, the others get GRACE seconds (default 60) to end by themselves. The exit code is that of the first
-# process to fail, 0 when none does. Of the output, process 0's is shown as it is, the others' with their number.
+# When one has failed, the others get GRACE seconds (default 180) to end by themselves. The exit code is that of the
+# first process to fail, 0 when none does. Of the output, process 0's is shown as it is, the others' with their number.
 set -euo pipefail
 
 if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]] || (($# < 2)); then
@@ -52,7 +52,7 @@ while ((${#left[@]})); do
     first_failure="$status"
     if ((${#left[@]})); then
       # Its own output, or who reads ours would wait for the end of its sleep.
-      (sleep "${GRACE:-60}" && kill -KILL "${left[@]}") >/dev/null 2>&1 &
+      (sleep "${GRACE:-180}" && kill -KILL "${left[@]}") >/dev/null 2>&1 &
       killer=$!
     fi
   fi

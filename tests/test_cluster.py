@@ -140,6 +140,29 @@ def test_a_peer_that_is_lost(workspace: Workspace, victim: int, where: str, numb
     assert f"process {victim} of 2: its worker" in said[victim] and own in said[victim]
 
 
+@pytest.mark.slow
+def test_four_processes_lose_one_and_fewer_go_on(workspace: Workspace, alone: list[dict]):
+    """Four, then two, then one, on 4, 4 and 2 devices: each goes on from what the others left."""
+    lasting = ("train", "config.yaml", "run.name=fewer", *MESH, "run.steps=100000", "cluster.timeout_seconds=20")
+    processes = start(workspace, 4, *lasting)
+    runs.wait_until(lambda: len(workspace.lines("fewer")) >= 5, processes[0])
+    os.kill(worker_of(processes[2]), signal.SIGKILL)
+    said = finish(processes, 6)
+    assert all("a peer died or is stuck: process 2" in said[other] for other in (0, 1, 3))
+    saved = max(int(name) for name in workspace.checkpoints("fewer") if name.isdigit())
+    assert saved >= 2
+
+    command = ("train", "config.yaml", "run.name=fewer")
+    first, _ = finish(start(workspace, 2, *command, *MESH, f"run.steps={saved + 2}"), 0)
+    assert f"resuming after step {saved}" in first
+    text = workspace.run(*command, "mesh.fsdp=2", "mesh.context=1", f"run.steps={saved + 4}")
+    assert f"resuming after step {saved + 2}" in text and "mesh.context 2 -> 1" in text
+    lines = workspace.lines("fewer")
+    assert [line["step"] for line in lines] == list(range(1, saved + 5))
+    unevaluated = [{name: value for name, value in line.items() if not name.startswith("eval_")} for line in alone]
+    assert_same_run(lines[: len(alone)], unevaluated[: len(lines)])
+
+
 def read_until(process: subprocess.Popen[str], words: str) -> None:
     assert process.stdout is not None
     while words not in (line := process.stdout.readline()):

@@ -112,7 +112,7 @@ def slurm(tmp_path: Path):
 def test_a_preempted_job_is_queued_again_and_a_failed_one_is_not(slurm):
     done, said = slurm(75, "config.yaml", "run.steps=9")
     assert done.returncode == 75
-    assert "srun --wait=60 longtrain train config.yaml run.steps=9" in said and "scontrol requeue 17" in said
+    assert "srun --wait=180 longtrain train config.yaml run.steps=9" in said and "scontrol requeue 17" in said
     for code in (0, 2, 5, 6):
         done, said = slurm(code, "config.yaml")
         assert done.returncode == code and "scontrol" not in said
