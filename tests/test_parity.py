@@ -19,6 +19,7 @@ import tiny
 from longtrain import convert, hf, model
 from longtrain.build import Build, build
 from longtrain.config import ModelConfig, huggingface
+from longtrain.generate import generate
 from longtrain.ops.rope import amplitude, inverse_frequencies
 
 WHY = "needs torch and transformers: pip install 'longtrain[parity]'"
@@ -277,3 +278,12 @@ def test_model_is_the_folders():
     assert section.tie_embeddings and section.norm_eps == 1e-5
     assert section.rope.scaling is not None and section.rope.scaling.type == "llama3"
     assert "head_DV" not in model.abstract(section)[1]
+
+
+def test_the_same_greedy_text():
+    llama, built, parameters, _ = pair(*MODELS[4])
+    prompt = tokens()[0, :40]
+    found = list(generate(built, parameters, prompt.tolist(), tokens=8, vocabulary=264, stop=None))
+    with torch.no_grad():
+        expected = llama.generate(torch.tensor(prompt[None]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert found == expected[0, 40:].tolist()
