@@ -43,14 +43,17 @@ def _draw_rows(axes: Any, rows: list[dict[str, Any]]) -> None:
         axes.broken_barh(list(zip(begins, lengths, strict=True)), (number - 0.4, 0.8), facecolors=colours)
     axes.set_xlim(0, len(rows[0]["tokens"]))
     axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)))
     axes.set_xlabel("place in the row, in document order; white is padding")
     axes.set_ylabel("row of the batch")
 
 
 def _draw_lengths(axes: Any, histogram: Mapping[str, int]) -> None:
-    bounds = sorted(int(bound) for bound in histogram)
-    axes.bar([f"{bound:,}" for bound in bounds], [histogram[str(bound)] for bound in bounds])
+    powers = sorted(int(bound).bit_length() - 1 for bound in histogram)
+    bounds = [1 << power for power in range(powers[0], powers[-1] + 1)]
+    axes.bar([f"{bound:,}" for bound in bounds], [histogram.get(str(bound), 0) for bound in bounds])
     axes.set_yscale("log")
+    axes.set_ylim(bottom=0.5)  # of one document a bar is seen too
     axes.tick_params(axis="x", rotation=45)
     axes.set_xlabel("tokens of a document, at most")
     axes.set_ylabel("documents of the whole corpus")
