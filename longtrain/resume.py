@@ -227,10 +227,12 @@ def _check_tokenizer(config: Config, prepared: Prepared, record: RunRecord) -> N
     if old is None:  # weights converted from a folder without one
         return
     if old != new:
+        file = tokenizers.SENTENCEPIECE_FILE if old.startswith("sentencepiece:") else tokenizers.HUGGING_FACE_FILE
+        folder = record["prepared"] or "the converted run's tokenizer"
         legal = (
             "bytes"
             if old == "bytes"
-            else f"the same sources, where it was trained on them, or its file, in {record['prepared'] or 'tokenizer/'}"
+            else f"the same sources, where it was trained on them, or its file, {folder}/{file}"
         )
         message = f"gives tokenizer {new}, the checkpoint was made with {old}; legal: {legal}"
         raise ConfigError([Problem("data.tokenizer", config.model_dump()["data"]["tokenizer"], message)])

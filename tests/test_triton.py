@@ -70,7 +70,10 @@ def test_scores_of_any_size_are_as_exact_as_dense_float32_attention(monkeypatch)
     monkeypatch.setattr(triton, "FORWARD_SIDES", {4: (64, 32)})
     monkeypatch.setattr(triton, "BACKWARD_SIDES", {4: (64, 32)})
     extreme = case("ring 4", mesh="context=4", length=512, heads=(2, 1))
-    test_attention.test_scores_of_any_size_are_as_exact_as_dense_float32_attention(extreme, monkeypatch)
+    # Dense float32 attention's own error grows tenfold here when the H products of a score are summed the other way
+    # round. Interpreted, the tiles' products are small, and a CPU sums them in another order than one large product:
+    # dq is up to 2.4 times dense's error where the vectors are of 512 bits.
+    test_attention.test_scores_of_any_size_are_as_exact_as_dense_float32_attention(extreme, monkeypatch, times=4)
 
 
 @pytest.mark.slow
