@@ -3,9 +3,12 @@
 #
 #   ./scripts/launch_local.sh 2 longtrain train CONFIG [key=value …]
 #
-# They find each other through JAX's own variables, as anywhere else. SIGTERM, SIGUSR1 and SIGINT go on to all of them.
+# They find each other through JAX's own variables, as anywhere else, and each sees one of the machine's GPUs. As one of
+# several nodes (scripts/kubernetes/gpu.yaml): NODES and NODE, from 0, with JAX_COORDINATOR_ADDRESS, process 0's, in the
+# environment, and the same PROCESSES on every node. SIGTERM, SIGUSR1 and SIGINT go on to all of them.
 # When one has failed, the others get GRACE seconds (default 180) to end by themselves. The exit code is that of the
-# first process to fail, 0 when none does. Of the output, process 0's is shown as it is, the others' with their number.
+# first process to fail, 0 when none does. Of the output, the first process's is shown as it is, the others' with their
+# number.
 set -euo pipefail
 
 if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]] || (($# < 2)); then
@@ -15,16 +18,28 @@ fi
 processes="$1"
 shift
 
-export JAX_NUM_PROCESSES="$processes"
-port="$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
-export JAX_COORDINATOR_ADDRESS="127.0.0.1:$port"
+nodes="${NODES:-1}" node="${NODE:-0}"
+if [[ ! "$nodes" =~ ^[1-9][0-9]*$ || ! "$node" =~ ^[0-9]+$ ]] || ((node >= nodes)); then
+  echo "$0: NODES = $nodes, NODE = $node: must be whole numbers, NODE less than NODES" >&2
+  exit 2
+fi
+if ((nodes > 1)) && [[ -z "${JAX_COORDINATOR_ADDRESS:-}" ]]; then
+  echo "$0: NODES = $nodes, but JAX_COORDINATOR_ADDRESS, where process 0 is found, is not set" >&2
+  exit 2
+fi
+if ((nodes == 1)); then
+  port="$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+  export JAX_COORDINATOR_ADDRESS="127.0.0.1:$port"
+fi
+export JAX_NUM_PROCESSES="$((nodes * processes))"
 
 pids=()
-for ((process = 0; process < processes; process++)); do
-  if ((process == 0)); then
-    JAX_PROCESS_ID=0 "$@" &
+for ((place = 0; place < processes; place++)); do
+  export JAX_PROCESS_ID="$((node * processes + place))" JAX_LOCAL_DEVICE_IDS="$place"
+  if ((place == 0)); then
+    "$@" &
   else
-    JAX_PROCESS_ID="$process" "$@" > >(sed -u "s/^/[$process] /") 2> >(sed -u "s/^/[$process] /" >&2) &
+    "$@" > >(sed -u "s/^/[$JAX_PROCESS_ID] /") 2> >(sed -u "s/^/[$JAX_PROCESS_ID] /" >&2) &
   fi
   pids+=($!)
 done

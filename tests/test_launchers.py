@@ -25,7 +25,8 @@ def test_a_script_is_sound_bash(script):
 
 
 def local(processes: object, program: str, **environment: str) -> subprocess.Popen[str]:
-    command = [LOCAL, str(processes), sys.executable, "-c", program]
+    # SIGINT as at a terminal, also where the tests run in the background, which ignores it.
+    command = ["env", "--default-signal=INT", LOCAL, str(processes), sys.executable, "-c", program]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | environment)
 
@@ -69,6 +70,14 @@ def test_a_signal_goes_to_all_of_them(number):
     out, _ = process.communicate(timeout=30)
     assert sorted(line.split()[-1] for line in out.splitlines()) == ["told", "told"]
     assert process.returncode == 75
+
+
+@pytest.mark.parametrize("environment", [{"NODES": "2"}, {"NODES": "2", "NODE": "2"}, {"NODES": "two"}], ids=str)
+def test_a_node_that_does_not_know_its_place_says_what_is_missing(environment):
+    process = local(1, "", **environment)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "JAX_COORDINATOR_ADDRESS" in said if environment == {"NODES": "2"} else "NODE less than NODES" in said
 
 
 @pytest.mark.parametrize("arguments", [[], ["2"], ["0", "true"], ["two", "true"]])
